@@ -1,0 +1,202 @@
+"""Every error that txstore raises, and what a caller does about it.
+
+::
+
+    TxStoreError
+    ├── ConfigError (ValueError)            fix the URL, the option or the call
+    ├── StoreError                          the store's answer to one request about one key
+    │   ├── NotFoundError (FileNotFoundError)
+    │   ├── AlreadyExistsError (FileExistsError)
+    │   ├── AccessDeniedError (PermissionError)
+    │   ├── StoreFullError                  free space or quota, then save again
+    │   ├── CapabilityError                 this store cannot keep the contract: use another
+    │   ├── TransientError                  had no effect; the retry layer repeats it
+    │   └── OutcomeUnknownError             may have had effect; the retry layer settles it
+    ├── TransactionError
+    │   ├── AlreadyCommitted                the checkpoint exists; overwrite=True takes the next slot
+    │   ├── Conflict                        another transaction committed this checkpoint first
+    │   ├── Aborted                         an abort record names this transaction; begin a new one
+    │   ├── CommitUnknown                   ask resolve(); nothing was deleted
+    │   └── TransactionStateError           a bug in the caller: used after commit or abort
+    ├── CheckpointNotFound (LookupError)    said only after a successful listing
+    ├── CheckpointRetired                   removed by retention, on purpose
+    ├── IntegrityError                      stored bytes disagree with what was committed
+    ├── FormatError                         a document is malformed, hostile or of an unknown version
+    ├── SaveError                           this state cannot be saved exactly, or a rank failed
+    │   ├── PlanMismatch                    results, ranks or planners disagree
+    │   └── UnsupportedValue                a tensor or object that txstore cannot store exactly
+    └── LoadError
+        ├── StateMismatch                   keys, dtypes or shapes differ from the saved ones
+        └── UnsafeObject                    a pickled object outside the weights_only allow-list
+
+Every class survives pickling between ranks: only strings and numbers are kept, and the
+text of a foreign exception instead of the exception (live SDK errors hold locks, sockets
+and tracebacks, and an error that cannot be pickled leaves the other ranks waiting).
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+
+class TxStoreError(Exception):
+    """Root of the tree.
+
+    Args:
+        message: What happened, lower case, values last.
+        key: The object key, tensor name or checkpoint concerned, or "".
+        rank: The rank on which it happened, or None outside a process group.
+        next_step: What the reader of the message should do, or "".
+    """
+
+    def __init__(self, message: str, *, key: str = "", rank: int | None = None, next_step: str = "") -> None:
+        # One positional argument: OSError subclasses would read a second one as strerror.
+        super().__init__(message)
+        self.message = message
+        self.key = key
+        self.rank = rank
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        where = f" [rank {self.rank}]" if self.rank is not None else ""
+        what = f": key={self.key!r}" if self.key and repr(self.key) not in self.message else ""
+        hint = f" ({self.next_step})" if self.next_step else ""
+        return f"{self.message}{what}{where}{hint}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.message, dict(self.__dict__))
+
+    def at_rank(self, rank: int) -> Self:
+        """Record the rank, if none is recorded yet; returns self."""
+        if self.rank is None:
+            self.rank = rank
+        return self
+
+
+def _rebuild(cls: type[TxStoreError], message: str, state: dict[str, object]) -> TxStoreError:
+    # __new__ + explicit state: a subclass with other constructor arguments still unpickles.
+    error = cls.__new__(cls, message)
+    TxStoreError.__init__(error, message)
+    error.__dict__.update(state)
+    return error
+
+
+def describe(error: BaseException) -> str:
+    """A foreign exception as one line of text, safe to keep in an error that travels between ranks."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+
+
+class ConfigError(TxStoreError, ValueError):
+    """The URL, an option or the call is wrong."""
+
+
+class StoreError(TxStoreError):
+    """The store's answer to one request about one key."""
+
+
+class NotFoundError(StoreError, FileNotFoundError):
+    """No object has this key."""
+
+
+class AlreadyExistsError(StoreError, FileExistsError):
+    """`create` found an object under this key."""
+
+
+class AccessDeniedError(StoreError, PermissionError):
+    """The store refuses this caller, or is read-only."""
+
+
+class StoreFullError(StoreError):
+    """No space or quota is left (ENOSPC, EDQUOT)."""
+
+
+class CapabilityError(StoreError):
+    """The store cannot keep the contract, so nothing was written."""
+
+
+class TransientError(StoreError):
+    """The request had no effect and may be repeated."""
+
+
+class OutcomeUnknownError(StoreError):
+    """The request may have had effect: put and delete are repeated, create is read back."""
+
+
+class TransactionError(TxStoreError):
+    """The transaction did not commit, or nobody knows yet."""
+
+
+class AlreadyCommitted(TransactionError):
+    """The checkpoint stood before this transaction began, and `overwrite` was not given."""
+
+
+class Conflict(TransactionError):
+    """Another transaction committed this checkpoint after this one began.
+
+    Attributes:
+        winner: The transaction id that holds the slot.
+    """
+
+    winner: str = ""
+
+
+class Aborted(TransactionError):
+    """An abort record names this transaction; its shards may be gone."""
+
+
+class CommitUnknown(TransactionError):
+    """The decision was sent and no answer could be had; `resolve` settles it. Nothing was deleted.
+
+    Attributes:
+        txn: The transaction id to resolve.
+    """
+
+    txn: str = ""
+
+
+class TransactionStateError(TransactionError):
+    """A transaction was used after its end."""
+
+
+class CheckpointNotFound(TxStoreError, LookupError):
+    """A successful listing holds no such committed checkpoint."""
+
+
+class CheckpointRetired(TxStoreError):
+    """The checkpoint was committed and has been removed by retention."""
+
+
+class IntegrityError(TxStoreError):
+    """Stored bytes disagree with the committed digests, sizes or checksums."""
+
+
+class FormatError(TxStoreError):
+    """A document is malformed, hostile, or of a version that this release does not know."""
+
+
+class SaveError(TxStoreError):
+    """A save was refused; nothing was committed."""
+
+
+class PlanMismatch(SaveError):
+    """Plans, results or ranks disagree with each other."""
+
+
+class UnsupportedValue(SaveError):
+    """A value cannot be stored exactly."""
+
+
+class LoadError(TxStoreError):
+    """A load was refused."""
+
+
+class StateMismatch(LoadError):
+    """The target state differs from the saved one in keys, dtypes or shapes."""
+
+
+class UnsafeObject(LoadError):
+    """An object payload needs code outside the `weights_only` allow-list."""

@@ -1,0 +1,147 @@
+"""Key grammar, and every key that txstore ever writes (commit protocol, "Layout").
+
+Keys are relative, ``/``-separated, ASCII and lower-risk on every backend: no empty, ``.`` or
+``..`` segment, and no segment that begins with a dot (backends use those for files in flight).
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from txstore.errors import ConfigError, FormatError
+
+STORE_KEY = "txstore.json"
+LATEST_KEY = "latest.json"
+COMMITS_PREFIX = "commits/"
+RETIRED_PREFIX = "retired/"
+DATA_PREFIX = "data/"
+
+_SEGMENT = re.compile(r"[A-Za-z0-9_=+-][A-Za-z0-9._=+-]*")
+_CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
+_TXN = re.compile(r"[0-9a-f]{32}")
+_STEP = re.compile(r"(\d{1,18})$", re.ASCII)
+_SLOT = re.compile(r"(0|[1-9][0-9]{0,8})", re.ASCII)
+
+
+def check_key(key: str) -> str:
+    """Return `key` if it obeys the grammar.
+
+    Raises:
+        FormatError: It does not. Keys come out of documents: a hostile one must not escape the root.
+    """
+    if len(key) > 900 or not all(_SEGMENT.fullmatch(part) for part in key.split("/")):
+        raise FormatError("not a valid object key", key=key[:200])
+    return key
+
+
+def check_checkpoint(name: str) -> str:
+    """Return `name` if it can name a checkpoint.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if not _CHECKPOINT.fullmatch(name):
+        raise ConfigError(
+            "not a valid checkpoint name",
+            key=name[:200],
+            next_step="use 1 to 128 of A-Z a-z 0-9 . _ = + -, beginning with a letter or digit, such as step-1000",
+        )
+    return name
+
+
+def step_of(checkpoint: str) -> int | None:
+    """The step that a checkpoint name carries: its trailing decimal digits, or None.
+
+    ``step-1000`` and ``1000`` have step 1000, ``step-007`` has 7, ``handpicked`` has none.
+    """
+    found = _STEP.search(checkpoint)
+    return int(found[1]) if found else None
+
+
+def new_txn() -> str:
+    """A fresh, unguessable transaction id (128 bits, hex)."""
+    return secrets.token_hex(16)
+
+
+def check_txn(txn: str) -> str:
+    """Return `txn` if it has the form of a transaction id; FormatError otherwise."""
+    if not _TXN.fullmatch(txn):
+        raise FormatError("not a transaction id", key=txn[:200])
+    return txn
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SlotName:
+    """What a key under ``commits/`` or ``retired/`` says: checkpoint and slot."""
+
+    checkpoint: str
+    slot: int
+
+
+def decision_key(checkpoint: str, slot: int) -> str:
+    """``commits/<checkpoint>.<slot>.json``."""
+    return f"{COMMITS_PREFIX}{checkpoint}.{slot}.json"
+
+
+def decision_prefix(checkpoint: str) -> str:
+    """The prefix of all decision keys of one checkpoint (and of checkpoints named ``<checkpoint>.x``)."""
+    return f"{COMMITS_PREFIX}{checkpoint}."
+
+
+def parse_decision_key(key: str) -> SlotName | None:
+    """Inverse of `decision_key`; None for anything else that lies under ``commits/``."""
+    if not (key.startswith(COMMITS_PREFIX) and key.endswith(".json")):
+        return None
+    return _slot_name(key[len(COMMITS_PREFIX) : -len(".json")])
+
+
+def retired_key(checkpoint: str, slot: int) -> str:
+    """``retired/<checkpoint>.<slot>``."""
+    return f"{RETIRED_PREFIX}{checkpoint}.{slot}"
+
+
+def parse_retired_key(key: str) -> SlotName | None:
+    """Inverse of `retired_key`; None for anything else that lies under ``retired/``."""
+    return _slot_name(key[len(RETIRED_PREFIX) :]) if key.startswith(RETIRED_PREFIX) else None
+
+
+def _slot_name(text: str) -> SlotName | None:
+    checkpoint, _, slot = text.rpartition(".")
+    if not (_CHECKPOINT.fullmatch(checkpoint) and _SLOT.fullmatch(slot)):
+        return None
+    return SlotName(checkpoint, int(slot))
+
+
+def attempt_prefix(checkpoint: str, txn: str) -> str:
+    """``data/<checkpoint>/<txn>/``, the immutable prefix of one attempt."""
+    return f"{DATA_PREFIX}{checkpoint}/{txn}/"
+
+
+def parse_attempt(key: str) -> tuple[str, str] | None:
+    """The checkpoint and txn of a key under ``data/``, or None for a stray object."""
+    parts = key.split("/")
+    if len(parts) < 4 or parts[0] != "data" or not _CHECKPOINT.fullmatch(parts[1]) or not _TXN.fullmatch(parts[2]):
+        return None
+    return parts[1], parts[2]
+
+
+def begin_key(checkpoint: str, txn: str) -> str:
+    """Who started this attempt."""
+    return attempt_prefix(checkpoint, txn) + "begin.json"
+
+
+def shard_key(checkpoint: str, txn: str, rank: int, number: int) -> str:
+    """File `number` of `rank`."""
+    return f"{attempt_prefix(checkpoint, txn)}rank-{rank:05d}-{number:05d}.safetensors"
+
+
+def index_key(checkpoint: str, txn: str) -> str:
+    """Where every tensor chunk lies."""
+    return attempt_prefix(checkpoint, txn) + "index.msgpack"
+
+
+def manifest_key(checkpoint: str, txn: str) -> str:
+    """Names and digests of all files of the attempt."""
+    return attempt_prefix(checkpoint, txn) + "manifest.json"

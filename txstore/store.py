@@ -1,0 +1,226 @@
+"""The contract that a backend fulfils.
+
+A store maps keys to immutable or replaceable byte objects. It is not a filesystem: there is no
+rename, no exists, no open, no mkdir, and no partial visibility. Eight verbs, all abstract: nothing
+that safety rests on has a default.
+
+What every implementation guarantees:
+
+* **Whole or nothing.** `put` and `create` make the complete object visible or none of it, whatever
+  fails, and whenever the process dies.
+* **Durable on return.** When `put` or `create` returns, the object survives a crash of the machine.
+* **One winner.** Of any number of concurrent `create` calls for one key exactly one succeeds; the
+  others raise `AlreadyExistsError`; a successful `create` never replaces anything.
+* **Read your writes.** `head`, `read` and `list` see every write that returned before they began.
+* **One attempt.** `create` sends one request and never repeats it (SDK retries off). Repetition and
+  read-back live in one place, `txstore.retry`.
+* **Thread-safe, synchronous, picklable.** Clients are made lazily, survive pickling and are rebuilt
+  after fork.
+* **Honest errors.** Each failure is one class of `txstore.errors`: `TransientError` only when the
+  request surely had no effect; `OutcomeUnknownError` when it may have had one. Messages hold no
+  secret. The original exception is chained (``raise ... from``), never stored.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from txstore.checksum import BLOCK_BYTES, Buffer, combine, crc32c
+from txstore.errors import PlanMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a store knows of one object.
+
+    Attributes:
+        key: The object's key.
+        size: Length in bytes.
+        crc32c: Checksum of the whole object as the store reports it, or None if it keeps none.
+        modified_s: Seconds since the epoch by the store's clock, or None. Never used to order
+            checkpoints; the sweep uses it as one of two ages.
+    """
+
+    key: str
+    size: int
+    crc32c: int | None = None
+    modified_s: float | None = None
+
+
+class Source(ABC):
+    """Bytes to be stored: of known size, replayable, readable by range, in any order, from any thread."""
+
+    size: int
+    """Length in bytes."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Buffer:
+        """Bytes `start` to `stop`; no copy where that is possible. Valid until the next read by this thread."""
+
+    @abstractmethod
+    def crc32c(self, start: int, stop: int) -> int:
+        """CRC32C of a range that `read` has produced; block-aligned unless it ends the source.
+
+        A backend that sends checksums reads a range first and asks afterwards, so that the bytes
+        are passed over once.
+        """
+
+
+class BytesSource(Source):
+    """A document held in memory."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._view = memoryview(data).cast("B")
+        self.size = self._view.nbytes
+
+    def read(self, start: int, stop: int) -> Buffer:
+        """A view of the bytes."""
+        return self._view[start:stop]
+
+    def crc32c(self, start: int, stop: int) -> int:
+        """CRC32C of the range."""
+        return crc32c(self._view[start:stop])
+
+
+class ChecksummedSource(Source):
+    """Adds the block checksums of what passes through: the one checksum pass of a save.
+
+    Reads must begin on a block boundary and end on one or at the end of the source. A block that
+    is read again (a retry) must have the same checksum.
+
+    Raises (from `read`):
+        PlanMismatch: The bytes changed between two reads, as when training goes on while a tensor
+            that was not staged is being written.
+    """
+
+    def __init__(self, inner: Source, name: str = "") -> None:
+        self._inner = inner
+        self._name = name
+        self.size = inner.size
+        self._blocks: list[int | None] = [None] * -(-inner.size // BLOCK_BYTES)
+
+    def read(self, start: int, stop: int) -> Buffer:
+        """The inner source's bytes, their blocks checksummed."""
+        data = memoryview(self._inner.read(start, stop)).cast("B")
+        if start % BLOCK_BYTES or data.nbytes != stop - start or (stop % BLOCK_BYTES and stop != self.size):
+            raise ValueError(f"read of {start}:{stop} is not aligned to blocks of {BLOCK_BYTES} bytes")
+        for offset in range(0, data.nbytes, BLOCK_BYTES):
+            number = (start + offset) // BLOCK_BYTES
+            value = crc32c(data[offset : offset + BLOCK_BYTES])
+            known = self._blocks[number]
+            if known is not None and known != value:
+                raise PlanMismatch(
+                    "the state changed while it was being written",
+                    key=self._name,
+                    next_step="stage the state first (dcp.async_save does), or do not train during dcp.save",
+                )
+            self._blocks[number] = value
+        return data
+
+    def crc32c(self, start: int, stop: int) -> int:
+        """Combined from the blocks; no byte is read again."""
+        crc = 0
+        for offset in range(start, stop, BLOCK_BYTES):
+            block = self._blocks[offset // BLOCK_BYTES]
+            if block is None:
+                raise ValueError(f"block at {offset} has not been read yet")
+            crc = combine(crc, block, min(BLOCK_BYTES, stop - offset))
+        return crc
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """CRC32C of every block.
+
+        Raises:
+            ValueError: Some block was never read, so the object cannot have been written.
+        """
+        done = tuple(block for block in self._blocks if block is not None)
+        if len(done) != len(self._blocks):
+            raise ValueError(f"{len(self._blocks) - len(done)} blocks of {self._name!r} were never read")
+        return done
+
+
+class Store(ABC):
+    """One root on one backend. See the module docstring for what all verbs guarantee.
+
+    Every verb may raise `AccessDeniedError`, `TransientError` and `OutcomeUnknownError` besides the
+    errors it names.
+    """
+
+    url: str
+    """Canonical URL of the root, without secrets. Ranks compare it to make sure that they share one store."""
+
+    @abstractmethod
+    def put(self, key: str, source: Source) -> ObjectInfo:
+        """Store `source` under `key`, replacing what was there; whole or nothing, durable on return.
+
+        Sends and verifies the service's own checksum where it has one. Reads the source in
+        block-aligned ranges, possibly several times and in parallel. If the source raises, nothing
+        is visible and its error propagates.
+
+        Raises:
+            StoreFullError: No space or quota.
+        """
+
+    @abstractmethod
+    def create(self, key: str, data: bytes) -> None:
+        """Store `data` (at most 4 KiB) under `key` if and only if the key is free. One attempt.
+
+        Raises:
+            AlreadyExistsError: The key is taken, perhaps by our own earlier attempt: compare bytes.
+            OutcomeUnknownError: The object may or may not exist now.
+            CapabilityError: This store cannot create exclusively.
+            StoreFullError: No space or quota.
+        """
+
+    @abstractmethod
+    def read(self, key: str, start: int = 0, size: int | None = None) -> bytes:
+        """Up to `size` bytes from `start` (to the end if None); short only at the end of the object.
+
+        Raises:
+            NotFoundError: No such object.
+        """
+
+    @abstractmethod
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        """Fill `buffer` with the bytes from `start`; returns how many were there: short only at the end.
+
+        Raises:
+            NotFoundError: No such object.
+        """
+
+    @abstractmethod
+    def head(self, key: str) -> ObjectInfo:
+        """Size (and checksum) of one object, never cached.
+
+        Raises:
+            NotFoundError: No such object.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key begins with the string `prefix`, in ascending order of key.
+
+        A string prefix, not a folder: ``commits/a`` finds ``commits/ab``. Keys up to and including
+        `start_after` are left out. Objects in flight are never shown. Never cached.
+        """
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove one object; an absent one is success."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections. The store may be used again: clients are made lazily."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
