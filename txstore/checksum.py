@@ -22,8 +22,7 @@ _POLY = 0x82F63B78
 
 def crc32c(data: Buffer, value: int = 0) -> int:
     """CRC32C of a buffer, continuing from `value`. No copy is made; the GIL is released for large buffers."""
-    value = int(_crc32c(data, value))
-    return value
+    return int(_crc32c(data, value))
 
 
 def sha256_hex(data: Buffer) -> str:

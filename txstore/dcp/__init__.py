@@ -1,0 +1,1 @@
+"""DCP storage on txstore: `StorageWriter` and `StorageReader`."""

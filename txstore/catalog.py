@@ -1,0 +1,151 @@
+"""What is committed: listing, the newest, one by name. Reads decisions and nothing else; never repairs.
+
+Order is numeric by step, from names that carry their step and records that must agree with them, never
+text order, modification times or a clock. ``latest.json`` is not consulted: one listing answers more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+from txstore.decisions import is_retired, read_decision, read_store_format, walk_slots
+from txstore.errors import CheckpointNotFound, CheckpointRetired, ConfigError, IntegrityError
+from txstore.keys import (
+    COMMITS_PREFIX,
+    RETIRED_PREFIX,
+    STORE_KEY,
+    SlotName,
+    check_checkpoint,
+    parse_decision_key,
+    parse_retired_key,
+    step_of,
+)
+from txstore.manifest import Decision
+from txstore.store import Store
+
+State = Literal["committed", "superseded", "retired", "aborted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One decision and what it means for readers now."""
+
+    decision: Decision
+    state: State
+
+
+def entries(store: Store) -> list[Entry]:
+    """Every decision in the store, by ascending step, name and slot.
+
+    Raises:
+        FormatError: Some record is damaged.
+        StoreError: The listing failed; that is never an empty answer.
+    """
+    slots, retired = _listing(store)
+    found: list[Entry] = []
+    for checkpoint in sorted(slots, key=_by_step):
+        standing = True
+        for slot in sorted(slots[checkpoint], reverse=True):
+            decision = _must_read(store, checkpoint, slot)
+            state: State = "aborted"
+            if SlotName(checkpoint, slot) in retired:
+                state = "retired"
+            elif decision.kind == "commit":
+                state = "committed" if standing else "superseded"
+                standing = False
+            found.append(Entry(decision, state))
+    return sorted(found, key=lambda entry: (*_by_step(entry.decision.checkpoint), entry.decision.slot))
+
+
+def newest(store: Store) -> Decision:
+    """The commit with the highest step that stands.
+
+    Raises:
+        CheckpointNotFound: A successful listing holds none.
+        ConfigError: Two checkpoints have that step: only their names can tell them apart.
+        FormatError: A record on the way is damaged.
+    """
+    slots, retired = _listing(store)
+    best: Decision | None = None
+    for checkpoint in sorted(slots, key=_by_step, reverse=True):
+        if best is not None and step_of(checkpoint) != best.step:
+            break
+        decision = _standing(store, checkpoint, slots[checkpoint], retired)
+        if decision is not None and best is not None:
+            raise ConfigError(
+                f"{best.checkpoint} and {decision.checkpoint} are both newest: they have the same step",
+                next_step="name the checkpoint; keep one run per store root",
+            )
+        best = decision or best
+    if best is None:
+        raise CheckpointNotFound(f"no committed checkpoint in {store.url}", key=store.url)
+    return best
+
+
+def find(store: Store, checkpoint: str) -> Decision:
+    """The commit of `checkpoint` that readers take: the highest slot that is a commit and not retired.
+
+    Raises:
+        CheckpointNotFound: No such commit.
+        CheckpointRetired: All its commits were removed by retention.
+    """
+    check_checkpoint(checkpoint)
+    was_retired = False
+    for decision in reversed(list(walk_slots(store, checkpoint))):
+        if decision.kind != "commit":
+            continue
+        if not is_retired(store, decision):
+            return decision
+        was_retired = True
+    if was_retired:
+        raise CheckpointRetired(f"checkpoint {checkpoint} was removed by retention", key=checkpoint)
+    _check_format(store, has_decisions=False)
+    raise CheckpointNotFound(
+        f"no committed checkpoint {checkpoint} in {store.url}",
+        key=checkpoint,
+        next_step="txstore ls shows what there is",
+    )
+
+
+def _by_step(checkpoint: str) -> tuple[int, str]:
+    step = step_of(checkpoint)
+    return (-1 if step is None else step, checkpoint)
+
+
+def _listing(store: Store) -> tuple[dict[str, set[int]], set[SlotName]]:
+    """Slots by checkpoint, and the retired ones. Tombstones are listed last: one set meanwhile is seen."""
+    slots: defaultdict[str, set[int]] = defaultdict(set)
+    for info in store.list(COMMITS_PREFIX):
+        if name := parse_decision_key(info.key):
+            slots[name.checkpoint].add(name.slot)
+    _check_format(store, has_decisions=bool(slots))
+    retired = {name for info in store.list(RETIRED_PREFIX) if (name := parse_retired_key(info.key))}
+    return dict(slots), retired
+
+
+def _check_format(store: Store, *, has_decisions: bool) -> None:
+    if not read_store_format(store) and has_decisions:
+        raise IntegrityError(
+            "the store has decisions but no format document",
+            key=STORE_KEY,
+            next_step="copy txstore.json too: a partial copy is not a store",
+        )
+
+
+def _must_read(store: Store, checkpoint: str, slot: int) -> Decision:
+    decision = read_decision(store, checkpoint, slot)
+    if decision is None:
+        raise IntegrityError(f"the decision of {checkpoint}.{slot} was listed but cannot be read", key=checkpoint)
+    return decision
+
+
+def _standing(store: Store, checkpoint: str, slots: set[int], retired: set[SlotName]) -> Decision | None:
+    for slot in sorted(slots, reverse=True):
+        if SlotName(checkpoint, slot) in retired:
+            continue
+        decision = _must_read(store, checkpoint, slot)
+        if decision.kind == "commit":
+            return decision
+    return None

@@ -1,0 +1,108 @@
+"""Reading what was decided: one slot, all slots of a checkpoint, and the documents a decision names.
+
+Shared by the transaction (which walks slots to claim one) and the catalog (which walks them to read).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from txstore.errors import CheckpointRetired, FormatError, IntegrityError, NotFoundError
+from txstore.keys import STORE_KEY, decision_key, retired_key
+from txstore.manifest import (
+    DECISION_MAX_BYTES,
+    Decision,
+    Index,
+    Manifest,
+    decode_decision,
+    decode_index,
+    decode_manifest,
+    decode_store_format,
+)
+from txstore.store import Store
+
+
+def read_store_format(store: Store) -> bool:
+    """Whether this root is a store of a version that we know.
+
+    Raises:
+        FormatError: It is a store of another version, or ``txstore.json`` is not ours.
+    """
+    try:
+        data = store.read(STORE_KEY, 0, DECISION_MAX_BYTES + 1)
+    except NotFoundError:
+        return False
+    decode_store_format(data, STORE_KEY)
+    return True
+
+
+def read_decision(store: Store, checkpoint: str, slot: int) -> Decision | None:
+    """The decision in one slot, or None if the slot is free.
+
+    Raises:
+        FormatError: The record is damaged. A damaged record still holds its slot: it is never "free".
+    """
+    key = decision_key(checkpoint, slot)
+    try:
+        data = store.read(key, 0, DECISION_MAX_BYTES + 1)
+    except NotFoundError:
+        return None
+    return decode_decision(data, key, checkpoint=checkpoint, slot=slot)
+
+
+def walk_slots(store: Store, checkpoint: str) -> Iterator[Decision]:
+    """The decisions of a checkpoint from slot 0 up to the first free slot; slots are contiguous."""
+    slot = 0
+    while (decision := read_decision(store, checkpoint, slot)) is not None:
+        yield decision
+        slot += 1
+
+
+def is_retired(store: Store, decision: Decision) -> bool:
+    """Whether retention has taken this commit back."""
+    try:
+        store.head(retired_key(decision.checkpoint, decision.slot))
+    except NotFoundError:
+        return False
+    return True
+
+
+def read_manifest(store: Store, decision: Decision) -> Manifest:
+    """The manifest that a commit names, verified by size and digest.
+
+    Raises:
+        CheckpointRetired, IntegrityError, FormatError: See `gone`, and the decoder.
+    """
+    ref = decision.manifest
+    if ref is None:
+        raise FormatError("an abort has no manifest", key=decision.txn)
+    try:
+        data = store.read(ref.key, 0, ref.size + 1)
+    except NotFoundError as error:
+        raise gone(store, decision, ref.key) from error
+    return decode_manifest(data, decision)
+
+
+def read_index(store: Store, decision: Decision, manifest: Manifest) -> Index:
+    """The index that a manifest names, verified by size and digest. Errors as `read_manifest`."""
+    ref = manifest.index
+    try:
+        data = store.read(ref.key, 0, ref.size + 1)
+    except NotFoundError as error:
+        raise gone(store, decision, ref.key) from error
+    return decode_index(data, manifest)
+
+
+def gone(store: Store, decision: Decision, key: str) -> CheckpointRetired | IntegrityError:
+    """The error for an object that a commit names and that is not there (commit protocol, "Readers").
+
+    The tombstone is read again: it is set before the first delete, so its absence means damage.
+    """
+    name = f"{decision.checkpoint}.{decision.slot}"
+    if is_retired(store, decision):
+        return CheckpointRetired(f"checkpoint {name} was removed by retention while it was read", key=key)
+    return IntegrityError(
+        f"an object of committed checkpoint {name} is missing",
+        key=key,
+        next_step=f"txstore verify names all damage; load an earlier checkpoint or restore {key}",
+    )

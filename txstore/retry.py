@@ -1,0 +1,217 @@
+"""The one retry layer: repeats what may be repeated, and reads back what `create` left unclear.
+
+A conditional write is not idempotent under retry: the first attempt lands, its reply is lost, and the
+second is told "exists". So `RetryingStore.create` decides by the bytes it reads back, never by the code
+(commit protocol, "One conditional primitive"). SDK retries are off below this layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, stop_any
+from tenacity.stop import stop_base
+from tenacity.wait import wait_random_exponential
+
+from txstore.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    NotFoundError,
+    OutcomeUnknownError,
+    StoreError,
+    TransientError,
+)
+from txstore.store import ObjectInfo, Source, Store
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+RETRIED = (TransientError, OutcomeUnknownError)
+"""The allow-list. Anything else surfaces at once: a retried bug is a slow bug."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How often and how long one operation is repeated.
+
+    Attributes:
+        attempts: Most attempts of one operation.
+        deadline_s: No attempt begins later than this after the first.
+        first_wait_s: Upper end of the first random wait; doubled each time (full jitter).
+        longest_wait_s: Upper end of any wait.
+    """
+
+    attempts: int = 8
+    deadline_s: float = 120.0
+    first_wait_s: float = 0.1
+    longest_wait_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or min(self.deadline_s, self.first_wait_s, self.longest_wait_s) < 0:
+            raise ConfigError(f"not a retry policy: {self}")
+
+
+class _StopAtDeadline(stop_base):
+    """Stop when the next attempt would begin after the deadline, by the injected clock."""
+
+    def __init__(self, deadline: float, clock: Callable[[], float]) -> None:
+        self._deadline = deadline
+        self._clock = clock
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        return self._clock() + retry_state.upcoming_sleep >= self._deadline
+
+
+class RetryingStore(Store):
+    """Any store, with retries. Passes the conformance suite itself.
+
+    Args:
+        inner: The backend.
+        policy: Attempts, deadline and waits.
+        sleep: Collaborator that waits (seconds).
+        clock: Monotonic clock (seconds).
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        policy: RetryPolicy | None = None,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.policy = policy or RetryPolicy()
+        self._sleep = sleep
+        self._clock = clock
+
+    def _retrying(self) -> Retrying:
+        policy = self.policy
+        return Retrying(
+            retry=retry_if_exception_type(RETRIED),
+            wait=wait_random_exponential(multiplier=policy.first_wait_s, max=policy.longest_wait_s),
+            stop=stop_any(
+                stop_after_attempt(policy.attempts), _StopAtDeadline(self._clock() + policy.deadline_s, self._clock)
+            ),
+            sleep=self._sleep,
+            before_sleep=_log_retry,
+            reraise=True,
+        )
+
+    def _call(self, verb: Callable[..., _T], *args: object) -> _T:
+        return self._retrying()(verb, *args)
+
+    def put(self, key: str, source: Source) -> ObjectInfo:
+        """`put` again from the start: the source is replayable, the object whole or nothing."""
+        return self._call(self.inner.put, key, source)
+
+    def create(self, key: str, data: bytes) -> None:
+        """`create` with read-back.
+
+        Raises:
+            AlreadyExistsError: The key surely holds other bytes.
+            OutcomeUnknownError: An attempt may have landed and no read could tell.
+            StoreError: A definite refusal, and no attempt can have landed.
+        """
+        # A later clear error does not undo an unclear one: 500 after applying, then 403 from an expired token.
+        unclear = False
+
+        def attempt() -> None:
+            nonlocal unclear
+            try:
+                self.inner.create(key, data)
+            except AlreadyExistsError:
+                found = self._read_back(key, data)
+                if found is None:
+                    # "Exists", but nothing is there: S3's 409, a lagging replica. Ask again.
+                    unclear = True
+                    raise OutcomeUnknownError(
+                        "create was told that the object exists, but it does not", key=key
+                    ) from None
+                if not found:
+                    raise
+            except OutcomeUnknownError:
+                unclear = True
+                raise
+
+        try:
+            self._call(attempt)
+        except AlreadyExistsError:
+            raise
+        except StoreError as error:
+            if not unclear:
+                raise
+            self._settle(key, data, error)
+
+    def _settle(self, key: str, data: bytes, error: StoreError) -> None:
+        """The budget is spent after an unclear attempt: read once more, else say that it is unknown."""
+        found = self._read_back(key, data)
+        if found:
+            return
+        if found is not None:
+            raise AlreadyExistsError("object exists", key=key) from error
+        # Absent now proves nothing: the first request may still be on its way.
+        raise OutcomeUnknownError(f"create may or may not have landed: {error.message}", key=key) from error
+
+    def _read_back(self, key: str, data: bytes) -> bool | None:
+        """Whether the key holds exactly `data`; None if nothing is there.
+
+        Raises:
+            OutcomeUnknownError: The read failed for good.
+        """
+        try:
+            return self.read(key, 0, len(data) + 1) == data
+        except NotFoundError:
+            return None
+        except StoreError as error:
+            raise OutcomeUnknownError(f"create could not be read back: {error.message}", key=key) from error
+
+    def read(self, key: str, start: int = 0, size: int | None = None) -> bytes:
+        """`read`, repeated."""
+        return self._call(self.inner.read, key, start, size)
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        """`read_into`, repeated from its start."""
+        return self._call(self.inner.read_into, key, start, buffer)
+
+    def head(self, key: str) -> ObjectInfo:
+        """`head`, repeated."""
+        return self._call(self.inner.head, key)
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        """`list`, taken up again after the last key seen, so that no key is shown twice."""
+        last = start_after
+        inner: Iterator[ObjectInfo] | None = None
+
+        def advance() -> ObjectInfo | None:
+            nonlocal inner
+            try:
+                if inner is None:
+                    inner = self.inner.list(prefix, last)
+                return next(inner, None)
+            except RETRIED:
+                inner = None  # a generator that raised is finished
+                raise
+
+        retrying = self._retrying()
+        while (info := retrying(advance)) is not None:
+            last = info.key
+            yield info
+
+    def delete(self, key: str) -> None:
+        """`delete`, repeated: an absent object is success."""
+        self._call(self.inner.delete, key)
+
+    def close(self) -> None:
+        """Close the backend."""
+        self.inner.close()
+
+
+def _log_retry(state: RetryCallState) -> None:
+    if state.outcome is not None and (error := state.outcome.exception()) is not None:
+        log.debug("attempt %d failed, waiting %.2f s: %s", state.attempt_number, state.upcoming_sleep, error)

@@ -1,0 +1,158 @@
+"""Removal: retention of committed checkpoints, and orphans of attempts that never committed.
+
+The order is the safety (commit protocol, "Removal"): a tombstone before the data of a commit goes, an
+abort record before the data of an attempt goes. Decision records stay for ever: a deleted one could be
+created again by a stalled writer. Everything can be stopped anywhere and run again.
+
+One rule is stricter than "dead once its slot names another transaction": an undecided attempt is always
+aborted first, even when another commit holds the slot it would meet. That commit may be retired later,
+and a stalled writer walks past retired commits (ADR 0003).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from txstore.catalog import Entry, newest
+from txstore.decisions import is_retired, walk_slots
+from txstore.errors import AlreadyExistsError, CheckpointNotFound, ConfigError, FormatError, NotFoundError
+from txstore.keys import DATA_PREFIX, attempt_prefix, begin_key, parse_attempt, retired_key
+from txstore.manifest import DECISION_MAX_BYTES, Decision, Tombstone, decode_begin, encode
+from txstore.store import ObjectInfo, Store
+from txstore.transaction import claim_abort
+
+GRACE_FLOOR_S = 24 * 3600.0
+"""An undecided attempt younger than this is never touched, unless forced: its writer may only be slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """An attempt whose data no decision needs.
+
+    Attributes:
+        why: ``retired`` (its commit has a tombstone), ``aborted``, or ``undecided`` and past the grace.
+    """
+
+    checkpoint: str
+    txn: str
+    keys: int
+    bytes: int
+    why: Literal["retired", "aborted", "undecided"]
+
+
+def sweep(
+    store: Store,
+    *,
+    grace_s: float = 7 * GRACE_FLOOR_S,
+    force: bool = False,
+    dry_run: bool = True,
+    clock: Callable[[], float] = time.time,
+) -> list[Orphan]:
+    """Reclaim the data of attempts that can never commit.
+
+    Args:
+        store: The store.
+        grace_s: Age that an undecided attempt must have.
+        force: Allow a grace below `GRACE_FLOOR_S`: no save may be running.
+        dry_run: Only report.
+        clock: Seconds since the epoch.
+
+    Returns:
+        What was (or would be) removed.
+    """
+    if grace_s < GRACE_FLOOR_S and not force:
+        raise ConfigError(f"a grace of {grace_s:.0f} s is below the floor of {GRACE_FLOOR_S:.0f} s", next_step="force")
+    # Candidates first, decisions second: a commit that lands in between is seen (restic, lakeFS).
+    found: dict[tuple[str, str], list[ObjectInfo]] = {}
+    for info in store.list(DATA_PREFIX):
+        if attempt := parse_attempt(info.key):
+            found.setdefault(attempt, []).append(info)
+    removed: list[Orphan] = []
+    for (checkpoint, txn), objects in found.items():
+        why = _why_orphan(store, checkpoint, txn)
+        if why is None or (why == "undecided" and _age_s(store, checkpoint, txn, objects, clock()) < grace_s):
+            continue
+        if not dry_run:
+            if why == "undecided" and claim_abort(store, checkpoint, txn).kind == "commit":
+                continue  # it committed while we looked
+            _delete_attempt(store, checkpoint, txn)
+        removed.append(Orphan(checkpoint, txn, len(objects), sum(info.size for info in objects), why))
+    return removed
+
+
+def retire(store: Store, decision: Decision, *, reason: str = "retention", protect: Iterable[str] = ()) -> None:
+    """Take back a commit: tombstone first, then its data; the decision record stays.
+
+    Args:
+        store: The store.
+        decision: The commit.
+        reason: For the people who read the tombstone.
+        protect: Transaction ids that must stay: pinned, or resumed from.
+
+    Raises:
+        ConfigError: It is the newest commit, or protected.
+    """
+    if decision.kind != "commit":
+        raise ConfigError("only a commit can be retired", key=decision.txn)
+    if decision.txn in set(protect) or _is_newest(store, decision):
+        raise ConfigError(
+            f"{decision.checkpoint}.{decision.slot} is the newest checkpoint, or protected", key=decision.checkpoint
+        )
+    record = Tombstone(checkpoint=decision.checkpoint, slot=decision.slot, txn=decision.txn, reason=reason)
+    try:
+        store.create(retired_key(decision.checkpoint, decision.slot), encode(record))
+    except AlreadyExistsError:
+        pass  # an earlier run set it and may have died before the last delete
+    _delete_attempt(store, decision.checkpoint, decision.txn)
+
+
+def expired(entries: Sequence[Entry], *, keep_last: int, protect: Iterable[str] = ()) -> list[Decision]:
+    """Which commits a retention of the newest `keep_last` checkpoints takes back; pure.
+
+    Superseded commits go too. `entries` are those of `catalog.entries`, by ascending step.
+    """
+    if keep_last < 1:
+        raise ConfigError(f"keep_last={keep_last} would remove the newest checkpoint")
+    kept = set(protect)
+    standing = [entry.decision for entry in entries if entry.state == "committed"]
+    kept.update(decision.txn for decision in standing[-keep_last:])
+    live = [entry.decision for entry in entries if entry.state in {"committed", "superseded"}]
+    return [decision for decision in live if decision.txn not in kept]
+
+
+def _is_newest(store: Store, decision: Decision) -> bool:
+    try:
+        return newest(store).txn == decision.txn
+    except CheckpointNotFound:
+        return False
+
+
+def _why_orphan(store: Store, checkpoint: str, txn: str) -> Literal["retired", "aborted", "undecided"] | None:
+    for decision in walk_slots(store, checkpoint):
+        if decision.txn == txn:
+            if decision.kind == "abort":
+                return "aborted"
+            return "retired" if is_retired(store, decision) else None
+    return "undecided"
+
+
+def _age_s(store: Store, checkpoint: str, txn: str, objects: Sequence[ObjectInfo], now_s: float) -> float:
+    """The youngest of all ages that writer and store give: no single clock can make an attempt look old."""
+    times = [info.modified_s for info in objects if info.modified_s is not None]
+    key = begin_key(checkpoint, txn)
+    try:
+        times.append(decode_begin(store.read(key, 0, DECISION_MAX_BYTES + 1), key).started_at_s)
+    except (NotFoundError, FormatError):
+        pass  # a stray rank wrote after an earlier sweep, or begin never landed: the store's times remain
+    return now_s - max(times) if times else 0.0
+
+
+def _delete_attempt(store: Store, checkpoint: str, txn: str) -> None:
+    """Delete an attempt's objects, ``begin.json`` last: until then a later sweep can tell its age."""
+    last = begin_key(checkpoint, txn)
+    keys = [info.key for info in store.list(attempt_prefix(checkpoint, txn)) if info.key != last]
+    for key in [*keys, last]:
+        store.delete(key)

@@ -1,0 +1,454 @@
+"""The transaction: begin, write, commit, abort, resolve (commit protocol, "The slot walk").
+
+Begin, commit and abort run on the coordinator; `write_shard` runs on every rank and holds no state.
+A commit and an abort compete for one key through the same `create`, so exactly one of them stands.
+Nothing in this module deletes anything: a commit whose reply was lost may have happened.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from txstore.checksum import combine_blocks, sha256_hex
+from txstore.decisions import is_retired, read_decision, read_store_format, walk_slots
+from txstore.errors import (
+    Aborted,
+    AlreadyCommitted,
+    AlreadyExistsError,
+    CommitUnknown,
+    Conflict,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    OutcomeUnknownError,
+    PlanMismatch,
+    StoreError,
+    TransactionStateError,
+)
+from txstore.keys import (
+    LATEST_KEY,
+    STORE_KEY,
+    begin_key,
+    check_checkpoint,
+    check_txn,
+    decision_key,
+    index_key,
+    manifest_key,
+    new_txn,
+    shard_key,
+    step_of,
+)
+from txstore.manifest import (
+    Begin,
+    Decision,
+    Description,
+    FileRef,
+    Index,
+    Manifest,
+    ObjectRecord,
+    Pointer,
+    ShardRef,
+    StoreFormat,
+    Totals,
+    check_index,
+    encode,
+    encode_index,
+)
+from txstore.store import BytesSource, ChecksummedSource, Source, Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Plain data that makes a rank part of a transaction; it travels in each plan's ``storage_data``."""
+
+    url: str
+    checkpoint: str
+    txn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A shard file as its rank wrote it: key, size in bytes, CRC32C of the file and of each block."""
+
+    key: str
+    rank: int
+    size: int
+    crc32c: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visibility:
+    """How long the coordinator waits for a peer's object to become visible (attribute caches on NFS, Lustre).
+
+    Attributes:
+        wait_s: Total wait before a missing or shorter object counts as missing.
+        poll_s: Time between two looks.
+    """
+
+    wait_s: float = 3.0
+    poll_s: float = 0.1
+    sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
+
+
+def default_writer() -> str:
+    """Host and process, for the people who read the records."""
+    return f"{platform.node()}:{os.getpid()}"
+
+
+def write_shard(store: Store, ticket: Ticket, rank: int, number: int, source: Source) -> Shard:
+    """Write one immutable shard file of one rank; on return it is durable. Runs on every rank.
+
+    Raises:
+        IntegrityError: The store reports another size or checksum than was sent.
+    """
+    key = shard_key(ticket.checkpoint, ticket.txn, rank, number)
+    checked = ChecksummedSource(source, key)
+    info = store.put(key, checked)
+    crc = combine_blocks(checked.blocks, checked.size)
+    if info.size != checked.size or info.crc32c not in {None, crc}:
+        raise IntegrityError(f"sent {checked.size} bytes, the store reports {info.size}", key=key, rank=rank)
+    return Shard(key, rank, checked.size, crc, checked.blocks)
+
+
+def ensure_store(store: Store) -> None:
+    """Create ``txstore.json`` once; the first use of the store's `create`, before any shard is written.
+
+    Raises:
+        FormatError: The root belongs to another format version.
+        CapabilityError: The store cannot create exclusively.
+    """
+    if read_store_format(store):
+        return
+    try:
+        store.create(STORE_KEY, encode(StoreFormat()))
+    except AlreadyExistsError:
+        if not read_store_format(store):
+            raise
+
+
+def begin(
+    store: Store, checkpoint: str, *, world_size: int, overwrite: bool = False, writer: str | None = None
+) -> Transaction:
+    """Start an attempt to save `checkpoint`. Coordinator only.
+
+    Raises:
+        AlreadyCommitted: It stands already, and `overwrite` is False.
+        ConfigError: Not a checkpoint name.
+    """
+    check_checkpoint(checkpoint)
+    ensure_store(store)
+    stood = frozenset(
+        decision.txn
+        for decision in walk_slots(store, checkpoint)
+        if decision.kind == "commit" and not is_retired(store, decision)
+    )
+    if stood and not overwrite:
+        raise AlreadyCommitted(
+            f"checkpoint {checkpoint} is already committed",
+            key=checkpoint,
+            next_step="choose another name, or pass overwrite=True to commit it again in the next slot",
+        )
+    ticket = Ticket(store.url, checkpoint, new_txn())
+    who = writer if writer is not None else default_writer()
+    record = Begin(
+        checkpoint=checkpoint,
+        step=step_of(checkpoint),
+        txn=ticket.txn,
+        world_size=world_size,
+        overwrite=overwrite,
+        writer=who,
+        started_at_s=time.time(),
+    )
+    store.put(begin_key(checkpoint, ticket.txn), BytesSource(encode(record)))
+    return Transaction(store, ticket, stood=stood if overwrite else frozenset(), world_size=world_size, writer=who)
+
+
+class Transaction:
+    """One attempt, on the coordinator. Made by `begin`; not picklable, not reusable.
+
+    Attributes:
+        ticket: What the other ranks need.
+    """
+
+    def __init__(self, store: Store, ticket: Ticket, *, stood: frozenset[str], world_size: int, writer: str) -> None:
+        self.ticket = ticket
+        self._store = store
+        self._stood = stood
+        self._world_size = world_size
+        self._writer = writer
+        self._open = True
+
+    def __getstate__(self) -> object:
+        raise TypeError("a transaction stays with its coordinator; send its ticket instead")
+
+    def commit(
+        self,
+        shards: Sequence[Shard],
+        index: Index,
+        *,
+        software: dict[str, str] | None = None,
+        description: Description | None = None,
+        visibility: Visibility | None = None,
+    ) -> Decision:
+        """Publish the decision that makes the shards a recovery point.
+
+        Args:
+            shards: Every shard of every rank, in the order of `index.files`.
+            index: Where each item lies.
+            software: Versions to record.
+            description: What the trainer says about its state.
+            visibility: How long to wait for a peer's object to become visible.
+
+        Returns:
+            The decision; the checkpoint is durable and readable.
+
+        Raises:
+            IntegrityError: A shard is missing or has the wrong size or checksum. Nothing was committed.
+            Conflict: Another transaction committed this checkpoint meanwhile.
+            Aborted: Somebody aborted this transaction.
+            CommitUnknown: It may have been committed; ask `resolve`. Nothing was deleted.
+        """
+        if not self._open:
+            raise TransactionStateError("this transaction has ended", key=self.ticket.txn)
+        ticket = self.ticket
+        for shard in shards:
+            _look_at(self._store, shard, visibility or Visibility())
+        if [(file.key, file.size) for file in index.files] != [(shard.key, shard.size) for shard in shards]:
+            raise PlanMismatch("the index names other files than were written", key=ticket.checkpoint)
+        check_index(index, index_key(ticket.checkpoint, ticket.txn))
+        tensors = sum(not isinstance(item, ObjectRecord) for item in index.items)
+        totals = Totals(
+            sum(shard.size for shard in shards),
+            len(shards),
+            tensors,
+            len(index.items) - tensors,
+            self._world_size,
+        )
+        manifest = Manifest(
+            checkpoint=ticket.checkpoint,
+            step=step_of(ticket.checkpoint),
+            txn=ticket.txn,
+            writer=self._writer,
+            created_at=_now(),
+            software=software or {},
+            totals=totals,
+            index=self._put(index_key(ticket.checkpoint, ticket.txn), encode_index(index)),
+            shards=tuple(ShardRef(shard.key, shard.rank, shard.size, shard.crc32c) for shard in shards),
+            description=description or Description(),
+        )
+        ref = self._put(manifest_key(ticket.checkpoint, ticket.txn), encode(manifest))
+        self._open = False  # from here on the outcome is the store's
+        decision = _claim(self._store, self._decision(ref, totals), self._must_stop)
+        _point_at(self._store, decision)
+        return decision
+
+    def abort(self) -> Decision:
+        """Make sure that this transaction never commits, unless it already has.
+
+        Returns:
+            The decision that settled it: normally an abort; the commit, if that turns out to stand.
+
+        Raises:
+            CommitUnknown: No answer could be had from the store.
+        """
+        self._open = False
+        return claim_abort(self._store, self.ticket.checkpoint, self.ticket.txn, writer=self._writer)
+
+    def _put(self, key: str, data: bytes) -> FileRef:
+        self._store.put(key, BytesSource(data))
+        return FileRef(key, len(data), sha256_hex(data))
+
+    def _decision(self, ref: FileRef, totals: Totals) -> Callable[[int], Decision]:
+        decided_at = _now()  # taken once: every retry sends the same bytes
+        return lambda slot: Decision(
+            kind="commit",
+            checkpoint=self.ticket.checkpoint,
+            slot=slot,
+            step=step_of(self.ticket.checkpoint),
+            txn=self.ticket.txn,
+            writer=self._writer,
+            decided_at=decided_at,
+            manifest=ref,
+            totals=totals,
+        )
+
+    def _must_stop(self, found: Decision) -> None:
+        """The rule for each occupied slot on the way; returns to go on to the next one."""
+        if found.kind == "abort":
+            if found.txn == self.ticket.txn:
+                raise Aborted(
+                    f"transaction {found.txn} was aborted by {found.writer}",
+                    key=self.ticket.checkpoint,
+                    next_step="save again: a new transaction takes the next slot",
+                )
+            return
+        if found.txn in self._stood or is_retired(self._store, found):
+            return
+        error = Conflict(
+            f"checkpoint {found.checkpoint} was committed by another transaction, {found.txn} of {found.writer}",
+            key=self.ticket.checkpoint,
+            next_step="one writer per checkpoint; the winner's checkpoint is whole",
+        )
+        error.winner = found.txn
+        raise error
+
+
+def _claim(store: Store, build: Callable[[int], Decision], must_stop: Callable[[Decision], None]) -> Decision:
+    """The slot walk: claim the first free slot with the decision built for it.
+
+    Returns:
+        The decision of this transaction that stands: the one just made, or one made earlier.
+    """
+    slot = 0
+    while True:
+        wanted = build(slot)
+        found = read_decision(store, wanted.checkpoint, slot)
+        if found is None:
+            key = decision_key(wanted.checkpoint, slot)
+            try:
+                store.create(key, encode(wanted))
+            except AlreadyExistsError:
+                found = read_decision(store, wanted.checkpoint, slot)
+                if found is None:
+                    raise _unknown(wanted, key, "the record appeared and vanished") from None
+            except OutcomeUnknownError as error:
+                raise _unknown(wanted, key, error.message) from error
+            else:
+                return wanted
+        if _is_settled(found, wanted):
+            return _confirm(store, found)
+        must_stop(found)
+        slot += 1
+
+
+def _is_settled(found: Decision, wanted: Decision) -> bool:
+    """Whether `found` is the end of the transaction that `wanted` is about."""
+    if found.txn != wanted.txn:
+        return False
+    if found.kind == wanted.kind == "commit" and found.manifest != wanted.manifest:
+        raise FormatError("one transaction committed two different manifests", key=found.txn)
+    return found.kind == "commit" or wanted.kind == "abort"
+
+
+def _confirm(store: Store, found: Decision) -> Decision:
+    """Make a decision that we merely saw durable before anybody relies on it.
+
+    A record can be visible and not yet durable (POSIX: linked, directory not synced). `create` with the
+    same bytes syncs it again before it says "exists".
+    """
+    key = decision_key(found.checkpoint, found.slot)
+    try:
+        store.create(key, encode(found))
+    except AlreadyExistsError:
+        return found
+    except OutcomeUnknownError as error:
+        raise _unknown(found, key, error.message) from error
+    return found
+
+
+def _unknown(wanted: Decision, key: str, cause: str) -> CommitUnknown:
+    error = CommitUnknown(
+        f"whether {wanted.checkpoint} was decided is not known: {cause}",
+        key=key,
+        next_step=f"nothing was deleted; resolve transaction {wanted.txn} when the store answers again",
+    )
+    error.txn = wanted.txn
+    return error
+
+
+def claim_abort(store: Store, checkpoint: str, txn: str, *, writer: str | None = None) -> Decision:
+    """Settle a transaction from any process: claim the first free slot with an abort that names it.
+
+    A stalled writer must pass through that slot, so it can never commit afterwards.
+
+    Returns:
+        The decision that settles `txn`: an abort, or the commit that already stands.
+
+    Raises:
+        CommitUnknown: No answer could be had.
+    """
+    check_checkpoint(checkpoint)
+    check_txn(txn)
+    who = writer if writer is not None else default_writer()
+    decided_at = _now()
+
+    def build(slot: int) -> Decision:
+        return Decision(
+            kind="abort",
+            checkpoint=checkpoint,
+            slot=slot,
+            step=step_of(checkpoint),
+            txn=txn,
+            writer=who,
+            decided_at=decided_at,
+        )
+
+    return _claim(store, build, lambda _found: None)
+
+
+def resolve(store: Store, checkpoint: str, txn: str, *, force: bool = False) -> Decision | None:
+    """What became of a transaction whose commit was unknown; the answer never changes once given.
+
+    Args:
+        store: The store.
+        checkpoint: Its checkpoint.
+        txn: Its id, from `CommitUnknown.txn`.
+        force: If it is still undecided, abort it, so that there is an answer.
+
+    Returns:
+        The commit or the abort that settles it; None if undecided and not `force`.
+    """
+    for decision in walk_slots(store, checkpoint):
+        if decision.txn == txn:
+            return _confirm(store, decision)
+    return claim_abort(store, checkpoint, txn) if force else None
+
+
+def _look_at(store: Store, shard: Shard, visibility: Visibility) -> None:
+    """Check that a shard is there with the right size and checksum.
+
+    Raises:
+        IntegrityError: It is not, even after the wait.
+    """
+    give_up = visibility.clock() + visibility.wait_s
+    while True:
+        try:
+            info = store.head(shard.key)
+            if info.size == shard.size and info.crc32c in {None, shard.crc32c}:
+                return
+            problem = f"the object has {info.size} bytes, {shard.size} were written"
+            if info.size == shard.size:
+                problem = "the object has another checksum than was written"
+        except NotFoundError:
+            problem = "the object is missing"
+        if visibility.clock() >= give_up:
+            raise IntegrityError(
+                f"not committed: {problem}",
+                key=shard.key,
+                rank=shard.rank,
+                next_step="do all ranks see the same storage?",
+            )
+        visibility.sleep(visibility.poll_s)
+
+
+def _point_at(store: Store, decision: Decision) -> None:
+    """Move the hint. The commit stands whatever happens here, so a failure is only a warning."""
+    pointer = Pointer(checkpoint=decision.checkpoint, slot=decision.slot, txn=decision.txn)
+    try:
+        store.put(LATEST_KEY, BytesSource(encode(pointer)))
+    except StoreError as error:
+        log.warning("committed %s, but the hint %s was not updated: %s", decision.checkpoint, LATEST_KEY, error)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
