@@ -1,1 +1,9 @@
-"""DCP storage on txstore: `StorageWriter` and `StorageReader`."""
+"""The DCP pair: `StorageWriter` for ``dcp.save`` and ``dcp.async_save``, `StorageReader` for ``dcp.load``.
+
+Implemented on DCP's abstract classes, not on `FileSystemWriter`, whose helper threads swallow write errors.
+"""
+
+from txstore.dcp.reader import StorageReader
+from txstore.dcp.writer import StorageWriter
+
+__all__ = ["StorageReader", "StorageWriter"]

@@ -1,0 +1,82 @@
+"""The boundary to DCP: what crosses it is typed, picklable and names the rank.
+
+DCP ships exceptions between ranks by pickle. One that cannot be pickled raises `TypeError` on its own
+rank and leaves the others waiting in a collective, so every method of the pair that DCP calls is wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from txstore.errors import ConfigError, TxStoreError, describe
+from txstore.keys import check_checkpoint
+from txstore.registry import open_store, scheme_of
+from txstore.retry import RetryingStore, RetryPolicy
+from txstore.store import Store
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Ranked(Protocol):
+    """Something that knows which rank it works for, once DCP has said so."""
+
+    @property
+    def rank(self) -> int | None:
+        """The rank in the save's or load's process group."""
+
+
+R = TypeVar("R", bound=Ranked)
+
+
+def at_boundary(
+    wrap: type[TxStoreError],
+) -> Callable[[Callable[Concatenate[R, P], T]], Callable[Concatenate[R, P], T]]:
+    """Decorate a method that DCP calls: foreign exceptions leave it as `wrap`, all with the rank."""
+
+    def decorate(method: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
+        @functools.wraps(method)
+        def guarded(self: R, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return method(self, *args, **kwargs)
+            except TxStoreError as error:
+                if self.rank is not None:
+                    error.at_rank(self.rank)
+                raise
+            except Exception as error:
+                # Text only: the foreign object may hold a lock, a socket or a traceback.
+                raise wrap(f"{method.__name__} failed: {describe(error)}", rank=self.rank) from error
+
+        return guarded
+
+    return decorate
+
+
+def connect(store: str | os.PathLike[str] | Store, retry: RetryPolicy | None, options: dict[str, object]) -> Store:
+    """A store behind the retry layer, from a URL or a store."""
+    inner = store if isinstance(store, Store) else open_store(store, **options)
+    return inner if isinstance(inner, RetryingStore) else RetryingStore(inner, retry)
+
+
+def checkpoint_name(store: Store, checkpoint_id: str | os.PathLike[str], options: dict[str, object]) -> str:
+    """The checkpoint that a `checkpoint_id` names: a name in the store, or a full URL below its root.
+
+    Raises:
+        ConfigError: Not a name, or a URL below another root.
+    """
+    text = os.fspath(checkpoint_id)
+    if "/" not in text:
+        return check_checkpoint(text)
+    root, _, name = text.rstrip("/").rpartition("/")
+    if not root or root.endswith((":/", ":")):
+        raise ConfigError(f"not a checkpoint URL: {text!r}", next_step="use <store URL>/<checkpoint>, or just the name")
+    there = open_store(root, **options).url if scheme_of(root) == scheme_of(store.url) else root
+    if there != store.url:
+        raise ConfigError(
+            f"checkpoint_id lies below {there}, the store is {store.url}",
+            next_step="open the store that holds the checkpoint, or pass its name only",
+        )
+    return check_checkpoint(name)

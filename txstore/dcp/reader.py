@@ -1,0 +1,208 @@
+"""`StorageReader`: decision -> manifest -> index -> blocks, each verified before it is believed.
+
+Every rank finds the checkpoint for itself (DCP gives a reader no collective before planning), and the
+coordinator's choice then binds all: ranks that found different ones are refused, never mixed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
+from torch.futures import Future
+
+from txstore.catalog import find, newest
+from txstore.dcp.boundary import at_boundary, checkpoint_name, connect
+from txstore.dcp.metadata import build_metadata
+from txstore.dcp.scatter import Scatter
+from txstore.decisions import read_index, read_manifest
+from txstore.errors import ConfigError, LoadError, PlanMismatch, StateMismatch, TxStoreError
+from txstore.manifest import Decision, Index
+from txstore.retry import RetryPolicy
+from txstore.shards.reading import BlockReader
+from txstore.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The commit that a load reads; the coordinator's travels in `LoadPlan.storage_data`."""
+
+    url: str
+    checkpoint: str
+    slot: int
+    txn: str
+
+
+class _Unreadable(Metadata):
+    """Stands for metadata that could not be read, and raises the reason when it is used.
+
+    DCP replaces an exception from `read_metadata` by an AssertionError. The reason must reach the caller
+    with its type, so it is raised by `set_up_storage_reader`, the next call, or by a planner that looks first.
+    """
+
+    def __init__(self, reason: TxStoreError) -> None:
+        self.reason = reason
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in {"state_dict_metadata", "planner_data", "storage_data"}:
+            raise object.__getattribute__(self, "reason")
+        return object.__getattribute__(self, name)
+
+
+class StorageReader(DcpStorageReader):
+    """Pass as ``storage_reader=`` to ``dcp.load``.
+
+    Without a ``checkpoint_id`` it reads the newest committed checkpoint.
+
+    Args:
+        store: URL of the store's root, or an open store.
+        strict: Refuse a load that leaves saved state unread. Pass False to load a part, such as the model
+            without the optimizer.
+        trust_objects: Let the planner unpickle objects outside torch's ``weights_only`` allow-list. The
+            checkpoint can then run any code: only for checkpoints that you wrote.
+        threads: Concurrent reads of one rank.
+        retry: Attempts and deadlines of store operations.
+        options: Passed to the backend.
+
+    Attributes:
+        decision: The commit that was read last, or None.
+
+    Raises (from the load, inside DCP's `CheckpointException`, the same on all ranks):
+        CheckpointNotFound, CheckpointRetired, IntegrityError, FormatError, StateMismatch, UnsafeObject,
+        PlanMismatch, StoreError.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Store,
+        *,
+        strict: bool = True,
+        trust_objects: bool = False,
+        threads: int = 2,
+        retry: RetryPolicy | None = None,
+        **options: object,
+    ) -> None:
+        super().__init__()
+        if threads < 1:
+            raise ConfigError(f"threads={threads} must be positive")
+        self.store = connect(store, retry, options)
+        self.decision: Decision | None = None
+        self._strict = strict
+        self._trust_objects = trust_objects
+        self._threads = threads
+        self._options = options
+        self._name: str | None = None
+        self._rank: int | None = None
+        self._index: Index | None = None
+        self._metadata: Metadata | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of this load in its process group."""
+        return self._rank
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """URL of the checkpoint that was asked for or found."""
+        name = self.decision.checkpoint if self.decision else self._name
+        return f"{self.store.url}/{name}" if name else None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this could name a checkpoint."""
+        return bool(os.fspath(checkpoint_id))
+
+    @at_boundary(LoadError)
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Read another checkpoint: a name in the store, or a full URL below its root."""
+        self.decision = self._index = self._metadata = self._rank = None
+        self._name = None if checkpoint_id is None else checkpoint_name(self.store, checkpoint_id, self._options)
+
+    # Not named kwargs: DCP would take that name as an offer to read metadata rank by rank, without collectives.
+    def read_metadata(self, *args: Any, **unused: Any) -> Metadata:  # noqa: ARG002 - DCP's signature
+        """Find the commit and read its manifest and index. Each call looks again: nothing is cached."""
+        self._rank = None
+        try:
+            return self._read_metadata()
+        except TxStoreError as error:
+            return _Unreadable(error)
+
+    @at_boundary(LoadError)
+    def _read_metadata(self) -> Metadata:
+        decision = newest(self.store) if self._name is None else find(self.store, self._name)
+        manifest = read_manifest(self.store, decision)
+        index = read_index(self.store, decision, manifest)
+        metadata = build_metadata(index, manifest.index.key)
+        metadata.storage_meta = StorageMeta(
+            checkpoint_id=f"{self.store.url}/{decision.checkpoint}", modules=["txstore"]
+        )
+        self.decision, self._index, self._metadata = decision, index, metadata
+        return metadata
+
+    @at_boundary(LoadError)
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - DCP's signature
+        """Learn the rank; raise what `read_metadata` found wrong."""
+        self._rank = kwargs.get("rank", 0)
+        if isinstance(metadata, _Unreadable):
+            raise metadata.reason
+        self._metadata = metadata
+
+    @at_boundary(LoadError)
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    @at_boundary(LoadError)
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Coordinator: check that all saved state is asked for, and bind all ranks to one commit."""
+        if self._strict:
+            self._refuse_unread(plans)
+        choice = self._choice()
+        return [LoadPlan(plan.items, storage_data=choice, planner_data=plan.planner_data) for plan in plans]
+
+    def _refuse_unread(self, plans: Sequence[LoadPlan]) -> None:
+        saved = self._metadata.state_dict_metadata if self._metadata else {}
+        asked = {item.storage_index.fqn for plan in plans for item in plan.items}
+        unread = sorted(
+            fqn
+            for fqn, value in saved.items()
+            # A tensor without elements is never read, whether it is asked for or not.
+            if fqn not in asked and not (isinstance(value, TensorStorageMetadata) and 0 in value.size)
+        )
+        if unread:
+            raise StateMismatch(
+                f"{len(unread)} saved keys are not in the state to load: {', '.join(map(repr, unread[:10]))}",
+                key=unread[0],
+                next_step="add them, or pass strict=False to StorageReader to load a part on purpose",
+            )
+
+    def _choice(self) -> Choice:
+        if self.decision is None:
+            raise LoadError("no checkpoint was read")
+        return Choice(self.store.url, self.decision.checkpoint, self.decision.slot, self.decision.txn)
+
+    @at_boundary(LoadError)
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Every rank: read what the plan asks for into the target state.
+
+        All targets are compared with the saved dtypes before the first byte is written to any of them.
+        """
+        choice, mine = plan.storage_data, self._choice()
+        if choice != mine or self._index is None or self._metadata is None or self.decision is None:
+            raise PlanMismatch(
+                f"this rank found {mine.checkpoint}.{mine.slot} in {mine.url}, the coordinator {choice}",
+                key=mine.checkpoint,
+                next_step="load again, or name the checkpoint; do all ranks see the same storage?",
+            )
+        scatter = Scatter(plan.items, planner, self._metadata.storage_data, trust_objects=self._trust_objects)
+        reader = BlockReader(self.store, self.decision, self._index, workers=self._threads)
+        reader.read_all(scatter.wanted)
+        scatter.finish()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future

@@ -1,0 +1,154 @@
+"""From read items to bytes wanted, and from bytes to tensors and objects of the target state."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from txstore.dcp.metadata import Stored
+from txstore.dcp.objects import gate
+from txstore.dcp.tensors import as_bytes, dtype_of, is_plain
+from txstore.errors import FormatError, StateMismatch
+from txstore.manifest import ChunkRecord, TensorRecord
+from txstore.shards.reading import WINDOW_BYTES, Wanted
+from txstore.shards.slabs import Slab, cut, is_contiguous, strides_of
+
+
+class Scatter:
+    """The requests of one rank's load plan, and where their bytes go.
+
+    Building it compares every target with what was saved; nothing is changed until bytes arrive.
+
+    Attributes:
+        wanted: What to read.
+
+    Raises:
+        StateMismatch: A target has another dtype or shape than was saved.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[ReadItem],
+        planner: LoadPlanner,
+        stored: Mapping[MetadataIndex, Stored],
+        *,
+        trust_objects: bool,
+    ) -> None:
+        self.wanted: list[Wanted] = []
+        self._planner = planner
+        self._trust_objects = trust_objects
+        self._targets: list[tuple[ReadItem, torch.Tensor]] = []
+        self._payloads: list[tuple[ReadItem, bytearray]] = []
+        self._serialised: list[tuple[ReadItem, torch.Tensor, bytearray]] = []
+        for item in items:
+            at = stored.get(item.storage_index)
+            if at is None:
+                raise StateMismatch(f"the checkpoint has no {item.storage_index.fqn!r}", key=item.storage_index.fqn)
+            if item.type == LoadItemType.BYTE_IO:
+                self._payloads.append((item, self._want_all(at)))
+            else:
+                self._want_tensor(item, at)
+
+    def _want_all(self, at: Stored) -> bytearray:
+        payload = bytearray(at.where.length)
+        if payload:
+            stop = at.where.start + at.where.length
+            self.wanted.append(Wanted(at.where.file, at.where.start, stop, into=memoryview(payload)))
+        return payload
+
+    def _want_tensor(self, item: ReadItem, at: Stored) -> None:
+        if not isinstance(at.item, TensorRecord) or not isinstance(at.where, ChunkRecord):
+            raise StateMismatch(
+                f"{item.storage_index.fqn!r} was saved as an object, the target is a tensor", key=item.storage_index.fqn
+            )
+        target = self._planner.resolve_tensor(item).detach()
+        _check_target(item, at.item, target)
+        self._targets.append((item, target))
+        if at.where.encoding == 1:
+            self._serialised.append((item, target, self._want_all(at)))
+            return
+        chunk = at.where
+        box = tuple(item.storage_offsets), tuple(item.lengths)
+        if 0 in chunk.sizes or 0 in box[1]:
+            return
+        if _is_memory(target) and is_contiguous(chunk.sizes, box[1]):
+            first = sum(o * s for o, s in zip(box[0], strides_of(chunk.sizes), strict=True)) * at.item.itemsize
+            start = chunk.start + first
+            stop = start + target.numel() * at.item.itemsize
+            self.wanted.append(Wanted(chunk.file, start, stop, into=as_bytes(target)))
+            return
+        for slab in cut(chunk.sizes, *box, at.item.itemsize, WINDOW_BYTES):
+            self.wanted.append(
+                Wanted(
+                    chunk.file,
+                    chunk.start + slab.start,
+                    chunk.start + slab.stop,
+                    deliver=_SlabCopy(slab, target, chunk.sizes),
+                )
+            )
+
+    def finish(self) -> None:
+        """Hand tensors and objects to the planner, in plan order, once all bytes have arrived."""
+        for item, target, payload in self._serialised:
+            tensor = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                tensor = tensor.narrow(dim, offset, length)
+            target.copy_(tensor)
+        for item, target in self._targets:
+            self._planner.commit_tensor(item, target)
+        for item, payload in self._payloads:
+            if not self._trust_objects:
+                gate(item.storage_index.fqn, bytes(payload))
+        for item, payload in self._payloads:
+            self._planner.load_bytes(item, io.BytesIO(payload))
+
+
+class _SlabCopy:
+    """Copies one slab from its covering bytes into its part of the target."""
+
+    def __init__(self, slab: Slab, target: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self._slab = slab
+        self._target = target
+        self._strides = strides_of(shape)
+
+    def __call__(self, data: memoryview) -> None:
+        part = self._target
+        for dim, (low, length) in enumerate(zip(self._slab.lower, self._slab.lengths, strict=True)):
+            part = part.narrow(dim, low, length)
+        # A fresh tensor, since a block's bytes need not be aligned to the dtype.
+        raw = torch.empty(data.nbytes, dtype=torch.uint8)
+        as_bytes(raw)[:] = data
+        part.copy_(raw.view(part.dtype).as_strided(self._slab.lengths, self._strides))
+
+
+def _is_memory(target: torch.Tensor) -> bool:
+    """Whether bytes may be read straight into the target."""
+    return (
+        target.device.type == "cpu"
+        and target.is_contiguous()
+        and is_plain(target)
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def _check_target(item: ReadItem, saved: TensorRecord, target: torch.Tensor) -> None:
+    name = item.dest_index.fqn
+    dtype = dtype_of(saved.dtype, name)
+    if target.dtype != dtype:
+        raise StateMismatch(
+            f"{name!r} was saved as {dtype}, the target is {target.dtype}: loading would cast silently",
+            key=name,
+            next_step="give the target the saved dtype, load, then convert",
+        )
+    if target.shape != item.lengths:
+        raise StateMismatch(
+            f"{name!r}: the plan asks for {tuple(item.lengths)}, the target has {tuple(target.shape)}", key=name
+        )
+    if len(item.storage_offsets) != len(saved.shape) or math.prod(item.lengths) > math.prod(saved.shape):
+        raise FormatError(f"{name!r}: the plan asks for more than was saved", key=name)

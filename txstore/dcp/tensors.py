@@ -1,0 +1,125 @@
+"""Tensors as bytes: dtype names, what can be stored exactly, and a source that materialises piece by piece."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from txstore.checksum import Buffer, crc32c
+from txstore.errors import FormatError, UnsupportedValue
+from txstore.store import Source
+
+PIECE_BYTES = 16 << 20
+"""Most bytes that are copied at once when a tensor is not plain CPU memory already."""
+
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name of a dtype, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str, key: str) -> torch.dtype:
+    """Inverse of `dtype_name`.
+
+    Raises:
+        FormatError: This torch has no such dtype.
+    """
+    found = _DTYPES.get(name)
+    if found is None:
+        raise FormatError(f"dtype {name!r} is unknown to torch {torch.__version__}", key=key)
+    return found
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, without a copy; writable if the tensor is."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no more than its row-major memory: neither quantized nor a wrapper."""
+    return not (tensor.is_quantized or is_traceable_wrapper_subclass(tensor))
+
+
+def check_storable(tensor: torch.Tensor, name: str) -> None:
+    """Refuse what cannot be stored exactly, before anything is uploaded.
+
+    Raises:
+        UnsupportedValue: Sparse, nested or meta tensors, and wrappers without memory of their own.
+    """
+    problem = ""
+    if tensor.layout != torch.strided:
+        problem = f"a tensor of layout {dtype_name_of_layout(tensor.layout)}"
+    elif tensor.device.type == "meta":
+        problem = "a meta tensor, which has no data"
+    elif is_plain(tensor) and tensor.numel() and tensor.data_ptr() == 0:
+        problem = f"a {type(tensor).__name__} without memory of its own"
+    if problem:
+        raise UnsupportedValue(
+            f"{name!r} is {problem}", key=name, next_step="convert it to a dense tensor before saving"
+        )
+
+
+def dtype_name_of_layout(layout: torch.layout) -> str:
+    """``sparse_coo`` for ``torch.sparse_coo``."""
+    return str(layout).removeprefix("torch.")
+
+
+def serialise(tensor: torch.Tensor) -> bytes:
+    """``torch.save`` of a tensor that is more than its memory, on the CPU and without spare storage."""
+    buffer = io.BytesIO()
+    torch.save(tensor.detach().cpu().clone(), buffer)
+    return buffer.getvalue()
+
+
+class TensorSource(Source):
+    """The row-major bytes of one tensor, resolved when first read.
+
+    A contiguous CPU tensor is read in place. Anything else (a device tensor, a transposed view) is
+    copied in row slices of at most about `PIECE_BYTES`, so that peak memory does not grow with it.
+
+    Args:
+        resolve: Gives the tensor; called once, and again after `release`.
+        nbytes: Its size in bytes.
+    """
+
+    def __init__(self, resolve: Callable[[], torch.Tensor], nbytes: int) -> None:
+        self.size = nbytes
+        self._resolve = resolve
+        self._tensor: torch.Tensor | None = None
+        self._piece: tuple[int, int, memoryview] | None = None
+
+    def read(self, start: int, stop: int) -> Buffer:
+        """Bytes of the tensor."""
+        tensor = self._tensor
+        if tensor is None:
+            tensor = self._tensor = self._resolve().detach().resolve_conj().resolve_neg()
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            return as_bytes(tensor)[start:stop]
+        piece = self._piece
+        if piece is None or not piece[0] <= start <= stop <= piece[1]:
+            piece = self._piece = self._materialise(tensor, start, stop)
+        return piece[2][start - piece[0] : stop - piece[0]]
+
+    def _materialise(self, tensor: torch.Tensor, start: int, stop: int) -> tuple[int, int, memoryview]:
+        if tensor.dim() == 0:
+            return 0, self.size, as_bytes(tensor.cpu().contiguous())
+        row_bytes = self.size // tensor.shape[0]
+        first, last = start // row_bytes, math.ceil(max(stop, start + PIECE_BYTES) / row_bytes)
+        rows = tensor[first:last].cpu().contiguous()
+        return first * row_bytes, min(last, tensor.shape[0]) * row_bytes, as_bytes(rows)
+
+    def crc32c(self, start: int, stop: int) -> int:
+        """CRC32C of a range."""
+        return crc32c(self.read(start, stop))
+
+    def release(self) -> None:
+        """Let go of the tensor and of copied pieces."""
+        self._tensor = self._piece = None

@@ -1,0 +1,296 @@
+"""`StorageWriter`: a DCP save as a transaction (commit protocol, "Who does what in a DCP save").
+
+DCP runs all steps of one save in one thread, so the state of a save is kept per thread: concurrent saves
+through one writer are simply two transactions. Nothing here deletes anything.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+import txstore
+from txstore.dcp.boundary import at_boundary, checkpoint_name, connect
+from txstore.dcp.items import lay_out, refuse_early, write_files
+from txstore.dcp.metadata import Location, Placed, all_indices, build_index
+from txstore.errors import ConfigError, PlanMismatch, SaveError, TransactionStateError
+from txstore.manifest import Description
+from txstore.retry import RetryPolicy
+from txstore.shards.layout import SHARD_BYTES
+from txstore.store import Store
+from txstore.transaction import Ticket, Transaction, Visibility, begin
+
+
+@dataclass(slots=True)
+class _Save:
+    """What one save knows on this rank, from `reset` to `finish`."""
+
+    checkpoint: str | None = None
+    rank: int | None = None
+    transaction: Transaction | None = None
+    planned: list[frozenset[MetadataIndex] | None] = field(default_factory=list)
+
+
+class _Arrived(threading.local):
+    """The ticket that the latest scatter brought to this thread."""
+
+    ticket: Ticket | None = None
+
+
+_arrived = _Arrived()
+
+
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """The ticket on its way in `SavePlan.storage_data`; leaves it at its destination when unpickled.
+
+    A caching planner drops the plan that the coordinator sends and returns the one of an earlier save,
+    with the ticket of a transaction that has ended. What the scatter brought is the truth.
+    """
+
+    ticket: Ticket
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _deliver, (self.ticket,)
+
+
+def _deliver(ticket: Ticket) -> Carrier:
+    _arrived.ticket = ticket
+    return Carrier(ticket)
+
+
+class StorageWriter(DcpStorageWriter):
+    """Pass as ``storage_writer=`` to ``dcp.save`` or ``dcp.async_save``, with ``checkpoint_id="step-1000"``.
+
+    The checkpoint exists when the save returns (or its future resolves), whole and durable; before that,
+    and after any failure, no reader sees any of it and the previous checkpoint is the newest.
+
+    Args:
+        store: URL of the store's root, such as ``file:///checkpoints/run-1``, or an open store.
+        overwrite: Let a checkpoint that is already committed be committed again, in its next slot. The
+            old one stays readable until the new decision stands.
+        description: What to record about the trainer's state.
+        shard_bytes: Target size of a shard file.
+        threads: Shard files that one rank writes at once.
+        retry: Attempts and deadlines of store operations.
+        visibility: How long the coordinator waits for other ranks' files to become visible.
+        options: Passed to the backend.
+
+    Raises (from the save, inside DCP's `CheckpointException`, the same on all ranks):
+        AlreadyCommitted, Conflict, CommitUnknown, PlanMismatch, UnsupportedValue, IntegrityError, StoreError.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Store,
+        *,
+        overwrite: bool = False,
+        description: Description | None = None,
+        shard_bytes: int = SHARD_BYTES,
+        threads: int = 2,
+        retry: RetryPolicy | None = None,
+        visibility: Visibility | None = None,
+        **options: object,
+    ) -> None:
+        super().__init__()
+        if shard_bytes < 1 or threads < 1:
+            raise ConfigError(f"shard_bytes={shard_bytes} and threads={threads} must be positive")
+        self.store = connect(store, retry, options)
+        self.overwrite = overwrite
+        self.description = description
+        self._shard_bytes = shard_bytes
+        self._threads = threads
+        self._visibility = visibility
+        self._options = options
+        self._start_fresh()
+
+    def _start_fresh(self) -> None:
+        self._lock = threading.Lock()
+        self._saves = threading.local()
+        self._begun: list[tuple[threading.Thread, Transaction]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # async_save in PROCESS mode sends the writer to another process: no save in progress travels.
+        return {key: value for key, value in self.__dict__.items() if key not in {"_lock", "_saves", "_begun"}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_fresh()
+
+    @property
+    def _save(self) -> _Save:
+        save = getattr(self._saves, "save", None)
+        if save is None:
+            save = self._saves.save = _Save()
+        return save
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of this thread's save in its process group."""
+        return self._save.rank
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """URL of the checkpoint being saved."""
+        name = self._save.checkpoint
+        return f"{self.store.url}/{name}" if name else None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this could name a checkpoint."""
+        return bool(os.fspath(checkpoint_id))
+
+    @at_boundary(SaveError)
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save of another checkpoint: a name in the store, or a full URL below its root."""
+        self._saves.save = _Save()
+        if checkpoint_id is not None:
+            self._save.checkpoint = checkpoint_name(self.store, checkpoint_id, self._options)
+
+    @at_boundary(SaveError)
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - DCP's signature
+        """Learn the rank. A save without collectives has no coordinator and cannot commit."""
+        save = self._save
+        save.rank = kwargs.get("rank", 0)
+        save.transaction = None
+        save.planned = []
+        _arrived.ticket = None
+        if not kwargs.get("use_collectives", True):
+            raise ConfigError(
+                "use_collectives=False has no coordinator, so nobody could commit",
+                next_step="leave use_collectives=True; for one process per checkpoint pass no_dist=True",
+            )
+        if save.checkpoint is None:
+            raise ConfigError("no checkpoint is named", next_step="pass checkpoint_id='step-<n>' to the save")
+
+    @at_boundary(SaveError)
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse what the plan alone shows to be impossible, before anything is written."""
+        refuse_early(plan.items)
+        return plan
+
+    @at_boundary(SaveError)
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Coordinator: begin the transaction and hand every rank its ticket."""
+        save = self._save
+        if save.checkpoint is None:
+            raise TransactionStateError("prepare_global_plan before set_up_storage_writer")
+        self._abort_unfinished()
+        save.transaction = begin(self.store, save.checkpoint, world_size=len(plans), overwrite=self.overwrite)
+        with self._lock:
+            self._begun.append((threading.current_thread(), save.transaction))
+        # A caching planner sends an empty, unusable plan when nothing changed: its items are not known here.
+        save.planned = [frozenset(item.index for item in plan.items) if plan.usable else None for plan in plans]
+        carrier = Carrier(save.transaction.ticket)
+        _arrived.ticket = carrier.ticket  # without a process group nothing is pickled
+        return [_with_carrier(plan, carrier) for plan in plans]
+
+    def _abort_unfinished(self) -> None:
+        """Settle attempts of this writer whose save ended without `finish`, so that they can never commit.
+
+        Only attempts whose thread is this one or has ended: another thread's save may be in progress.
+        """
+        with self._lock:
+            mine = [t for thread, t in self._begun if thread is threading.current_thread() or not thread.is_alive()]
+        for transaction in mine:
+            transaction.abort()
+            self._forget(transaction)
+
+    def _forget(self, transaction: Transaction) -> None:
+        with self._lock:
+            self._begun = [(thread, t) for thread, t in self._begun if t is not transaction]
+
+    @at_boundary(SaveError)
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Every rank: write the shards; on return they are durable. An error on any thread is raised here."""
+        save = self._save
+        ticket = _arrived.ticket
+        if ticket is None or save.rank is None:
+            raise PlanMismatch(
+                "no ticket arrived from the coordinator",
+                next_step="a custom planner must return the plans that the storage writer gave it",
+            )
+        if (ticket.url, ticket.checkpoint) != (self.store.url, save.checkpoint):
+            raise PlanMismatch(
+                f"the coordinator saves {ticket.checkpoint} to {ticket.url}, "
+                f"this rank {save.checkpoint} to {self.store.url}",
+                key=ticket.checkpoint,
+                next_step="pass the same URL and checkpoint_id on all ranks",
+            )
+        laid = lay_out(plan.items, planner, self._shard_bytes)
+        results = write_files(self.store, ticket, save.rank, laid, threads=self._threads)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    @at_boundary(SaveError)
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Coordinator: check the results against the plan, then commit."""
+        save = self._save
+        transaction = save.transaction
+        if transaction is None:
+            raise TransactionStateError("finish without a transaction")
+        placed = _match(save.planned, results)
+        for foreign in placed.keys() - set(all_indices(metadata)):
+            raise PlanMismatch(f"a result for {foreign.fqn!r} that the plan does not know", key=foreign.fqn)
+        index, shards = build_index(metadata, placed)
+        transaction.commit(
+            shards,
+            index,
+            software={"txstore": txstore.__version__, "torch": str(torch.__version__)},
+            description=self.description,
+            visibility=self._visibility,
+        )
+        self._forget(transaction)
+        metadata.storage_meta = self.storage_meta()
+        metadata.storage_data = {at: Location(p.shard.key, p.start, p.length) for at, p in placed.items()}
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What DCP tells planners and loggers about this save."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, modules=["txstore"])
+
+
+def _with_carrier(plan: SavePlan, carrier: Carrier) -> SavePlan:
+    return SavePlan(plan.items, storage_data=carrier, planner_data=plan.planner_data, usable=plan.usable)
+
+
+def _match(
+    planned: Sequence[frozenset[MetadataIndex] | None], results: Sequence[Sequence[WriteResult]]
+) -> dict[MetadataIndex, Placed]:
+    """Results by item; each rank must have reported exactly its planned items, each once.
+
+    Raises:
+        PlanMismatch: A result is missing, doubled, foreign or of the wrong size.
+    """
+    if len(planned) != len(results):
+        raise PlanMismatch(f"{len(planned)} ranks were planned, {len(results)} reported")
+    placed: dict[MetadataIndex, Placed] = {}
+    for rank, (items, reports) in enumerate(zip(planned, results, strict=True)):
+        got = [report.index for report in reports]
+        if len(set(got)) != len(got) or (items is not None and set(got) != items):
+            missing = sorted(str(index.fqn) for index in (items or frozenset()) - set(got))
+            raise PlanMismatch(
+                f"rank {rank} reported {len(got)} of {len(items or got)} planned items; missing: {missing[:5]}",
+                key=missing[0] if missing else "",
+                rank=rank,
+            )
+        for report in reports:
+            at = report.storage_data
+            if not isinstance(at, Placed) or at.length != report.size_in_bytes or at.start + at.length > at.shard.size:
+                raise PlanMismatch(f"rank {rank} reported a wrong size", key=report.index.fqn, rank=rank)
+            if at.shard.rank != rank:
+                raise PlanMismatch(f"rank {rank} reported a file of rank {at.shard.rank}", key=at.shard.key, rank=rank)
+            if report.index in placed:
+                raise PlanMismatch(f"two ranks wrote {report.index.fqn!r}", key=report.index.fqn, rank=rank)
+            placed[report.index] = at
+    return placed

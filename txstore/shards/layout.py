@@ -1,0 +1,183 @@
+"""How tensors lie in shard files: every shard is a plain safetensors file.
+
+A file is an 8-byte little-endian header length, a JSON header padded with spaces so that the data
+begins at a multiple of 4 KiB, and the tensors' row-major bytes without gaps (the safetensors format has
+none). The header's metadata holds the ``DCP_SHARDING_INFO`` that PyTorch's own Hugging Face reader
+understands, so a directory of shards loads without txstore.
+
+What safetensors cannot say is kept in the index: dtypes it lacks are stored as ``U8`` with one more
+dimension of the item's size, and values that are not tensors as ``U8`` vectors.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from txstore.checksum import Buffer, crc32c
+from txstore.store import Source
+
+HEADER_ALIGN_BYTES = 4096
+SHARD_BYTES = 512 << 20
+"""Target size of a shard file: large enough to fill a wire, small enough to write several in parallel."""
+
+SAFETENSORS_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+}
+"""torch's name of a dtype -> safetensors' name, for those that stock readers of both know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One contiguous run of bytes in a shard file: a tensor chunk or an object.
+
+    Attributes:
+        name: The state's flat name.
+        dtype: safetensors dtype.
+        shape: Shape under that dtype.
+        offsets: Where the chunk lies in its global tensor, one number per dimension of `shape`.
+        align_bytes: Natural alignment of the elements.
+        source: The bytes; `source.size` is the extent's length.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    align_bytes: int
+    source: Source
+
+
+def tensor_extent(
+    name: str, source: Source, *, dtype: str, itemsize: int, shape: tuple[int, ...], offsets: tuple[int, ...]
+) -> Extent:
+    """The extent of a tensor chunk whose bytes are its row-major memory; `dtype` by torch's name."""
+    known = SAFETENSORS_DTYPES.get(dtype)
+    if known is None:
+        return Extent(name, "U8", (*shape, itemsize), (*offsets, 0), itemsize, source)
+    return Extent(name, known, shape, offsets, itemsize, source)
+
+
+def payload_extent(name: str, source: Source) -> Extent:
+    """The extent of a serialised value."""
+    return Extent(name, "U8", (source.size,), (0,), 1, source)
+
+
+class ShardSource(Source):
+    """A whole shard file as a replayable source: header, then extents in order.
+
+    Attributes:
+        extents: The extents as laid out.
+        starts: First byte of each extent in the file.
+    """
+
+    def __init__(self, extents: Iterable[Extent]) -> None:
+        # Widest elements first: without gaps, that keeps every tensor aligned for readers that map the file.
+        self.extents = tuple(sorted(extents, key=lambda extent: -extent.align_bytes))
+        header = _encode_header(self.extents)
+        self.starts: list[int] = []
+        self._pieces: list[tuple[int, int, Source | bytes]] = [(0, len(header), header)]
+        end = len(header)
+        for extent in self.extents:
+            self.starts.append(end)
+            if extent.source.size:
+                self._pieces.append((end, end + extent.source.size, extent.source))
+            end += extent.source.size
+        self.size = end
+
+    def read(self, start: int, stop: int) -> Buffer:
+        """Bytes of the file: a view of one extent where the range lies in one, else a small join."""
+        first = self._find(start)
+        begin, end, piece = self._pieces[first]
+        if stop <= end:
+            return _slice(piece, start - begin, stop - begin)
+        out = bytearray(stop - start)
+        for begin, end, piece in self._pieces[first:]:
+            low, high = max(begin, start), min(end, stop)
+            if low >= stop:
+                break
+            out[low - start : high - start] = _slice(piece, low - begin, high - begin)
+        return out
+
+    def crc32c(self, start: int, stop: int) -> int:
+        """Reads the range again; a save asks the `ChecksummedSource` around this one instead."""
+        return crc32c(self.read(start, stop))
+
+    def _find(self, position: int) -> int:
+        low, high = 0, len(self._pieces) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._pieces[middle][1] <= position:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+def _slice(piece: Source | bytes, start: int, stop: int) -> Buffer:
+    return memoryview(piece)[start:stop] if isinstance(piece, bytes) else piece.read(start, stop)
+
+
+def _encode_header(extents: Sequence[Extent]) -> bytes:
+    sharding = {extent.name: {"saved_offsets": list(extent.offsets)} for extent in extents}
+    header: dict[str, object] = {
+        "__metadata__": {
+            "format": "pt",
+            "DCP_VERSION": "1.0",
+            "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
+        }
+    }
+    end = 0
+    for extent in extents:
+        start, end = end, end + extent.source.size
+        header[extent.name] = {"dtype": extent.dtype, "shape": list(extent.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    padded = -(-(8 + len(text)) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES
+    return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
+
+
+def pack(extents: Iterable[Extent], target_bytes: int = SHARD_BYTES) -> list[ShardSource]:
+    """Distribute extents over files, in order.
+
+    A file takes extents up to `target_bytes` (a larger tensor has a file of its own) and never two of one
+    name: a safetensors file knows each name once, so several chunks of one tensor go to several files.
+    """
+    files: list[list[Extent]] = []
+    sizes: list[int] = []
+    names: list[set[str]] = []
+    newest: dict[str, int] = {}  # name -> first file that may take it
+    front = 0  # files before it are full
+    for extent in extents:
+        number = max(front, newest.get(extent.name, 0))
+        while number < len(files) and (
+            extent.name in names[number] or (sizes[number] and sizes[number] + extent.source.size > target_bytes)
+        ):
+            number += 1
+        if number == len(files):
+            files.append([])
+            sizes.append(0)
+            names.append(set())
+        files[number].append(extent)
+        sizes[number] += extent.source.size
+        names[number].add(extent.name)
+        newest[extent.name] = number + 1
+        while front < len(files) and sizes[front] >= target_bytes:
+            front += 1
+    return [ShardSource(file) for file in files]

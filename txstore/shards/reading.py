@@ -1,0 +1,158 @@
+"""Verified ranged reads: every byte that leaves this module has passed its block's CRC32C.
+
+Ranges are cut at block boundaries. The blocks inside a large range are read straight into the caller's
+memory and verified there; the blocks at its ends, and small ranges, share reads through a scratch
+buffer, so that a block which several tensors share is read once.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+from txstore.checksum import BLOCK_BYTES, crc32c
+from txstore.decisions import gone
+from txstore.errors import IntegrityError, NotFoundError
+from txstore.manifest import Decision, FileRecord, Index
+from txstore.store import Store
+
+WINDOW_BYTES = 8 * BLOCK_BYTES
+"""Largest single read; times the number of workers it bounds the scratch memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Bytes `start` to `stop` of a shard file.
+
+    `into`, if given, is writable memory of exactly that size. Otherwise `deliver` is called once, from
+    any worker thread, with a view that is valid during the call only.
+    """
+
+    file: int
+    start: int
+    stop: int
+    into: memoryview | None = None
+    deliver: Callable[[memoryview], None] | None = None
+
+
+@dataclass(slots=True)
+class _Job:
+    """One read of whole blocks: straight into `into`, or through scratch to several `parts`."""
+
+    file: int
+    start: int
+    stop: int
+    into: memoryview | None = None
+    parts: list[Wanted] = field(default_factory=list)
+
+
+class BlockReader:
+    """Reads the shard files of one committed checkpoint.
+
+    Attributes:
+        bytes_read: Bytes asked of the store so far.
+    """
+
+    def __init__(self, store: Store, decision: Decision, index: Index, *, workers: int = 2) -> None:
+        self._store = store
+        self._decision = decision
+        self._files = index.files
+        self._workers = workers
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+
+    def read_all(self, wanted: Sequence[Wanted]) -> None:
+        """Serve all requests; on return every `into` is filled and every `deliver` has run.
+
+        Raises:
+            IntegrityError: A block differs from what was committed, or an object is missing.
+            CheckpointRetired: It was removed by retention meanwhile.
+        """
+        jobs = plan_reads(wanted, [file.size for file in self._files])
+        if len(jobs) < 2 or self._workers < 2:
+            for job in jobs:
+                self._run(job)
+            return
+        with ThreadPoolExecutor(min(self._workers, len(jobs)), thread_name_prefix="txstore-read") as pool:
+            futures = [pool.submit(self._run, job) for job in jobs]
+            done, pending = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in pending:
+                future.cancel()
+            for future in done:
+                future.result()
+
+    def _run(self, job: _Job) -> None:
+        file = self._files[job.file]
+        buffer = job.into if job.into is not None else memoryview(bytearray(job.stop - job.start))
+        try:
+            count = self._store.read_into(file.key, job.start, buffer)
+        except NotFoundError as error:
+            raise gone(self._store, self._decision, file.key) from error
+        if count != buffer.nbytes:
+            raise IntegrityError(
+                f"the object ends at {job.start + count}, {file.size} bytes were committed", key=file.key
+            )
+        with self._lock:
+            self.bytes_read += count
+        verify_blocks(file, job.start, buffer)
+        for part in job.parts:
+            view = buffer[part.start - job.start : part.stop - job.start]
+            if part.into is not None:
+                part.into[:] = view
+            elif part.deliver is not None:
+                part.deliver(view)
+
+
+def verify_blocks(file: FileRecord, start: int, data: memoryview) -> None:
+    """Check whole blocks against the index; `start` is the file offset of `data`, on a block boundary.
+
+    Raises:
+        IntegrityError: Names the shard and the first damaged block.
+    """
+    first = start // BLOCK_BYTES
+    count = -(-data.nbytes // BLOCK_BYTES)
+    known = struct.unpack_from(f"<{count}I", file.blocks, 4 * first)
+    for number in range(count):
+        if crc32c(data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]) != known[number]:
+            raise IntegrityError(
+                f"block {first + number} (bytes from {(first + number) * BLOCK_BYTES}) fails its checksum",
+                key=file.key,
+                next_step="txstore verify --depth full names all damage; load an earlier checkpoint",
+            )
+
+
+def plan_reads(wanted: Sequence[Wanted], sizes: Sequence[int]) -> list[_Job]:
+    """Cut requests into reads of whole blocks; pure. `sizes` are the files' lengths."""
+    jobs: list[_Job] = []
+    small: list[Wanted] = []
+    for want in wanted:
+        low = -(-want.start // BLOCK_BYTES) * BLOCK_BYTES
+        high = want.stop if want.stop == sizes[want.file] else want.stop // BLOCK_BYTES * BLOCK_BYTES
+        if want.into is None or low >= high:
+            small.append(want)
+            continue
+        for start in range(low, high, WINDOW_BYTES):
+            stop = min(start + WINDOW_BYTES, high)
+            jobs.append(_Job(want.file, start, stop, want.into[start - want.start : stop - want.start]))
+        for start, stop in ((want.start, low), (high, want.stop)):
+            if start < stop:
+                small.append(Wanted(want.file, start, stop, want.into[start - want.start : stop - want.start]))
+    return jobs + _coalesce(small, sizes)
+
+
+def _coalesce(small: Sequence[Wanted], sizes: Sequence[int]) -> list[_Job]:
+    jobs: list[_Job] = []
+    for want in sorted(small, key=lambda want: (want.file, want.start)):
+        start = want.start // BLOCK_BYTES * BLOCK_BYTES
+        stop = min(-(-want.stop // BLOCK_BYTES) * BLOCK_BYTES, sizes[want.file])
+        last = jobs[-1] if jobs else None
+        # Joined when the blocks touch; never across an unneeded block, never beyond the window.
+        if last and last.file == want.file and start <= last.stop and max(stop, last.stop) - last.start <= WINDOW_BYTES:
+            last.stop = max(stop, last.stop)
+            last.parts.append(want)
+        else:
+            jobs.append(_Job(want.file, start, stop, parts=[want]))
+    return jobs
