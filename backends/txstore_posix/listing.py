@@ -1,0 +1,78 @@
+"""Ordered walk over the files of a store."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+from txstore.errors import FormatError
+from txstore.keys import check_key
+from txstore.store import ObjectInfo
+from txstore_posix.errors import translate
+
+_log = logging.getLogger(__name__)
+
+
+def walk(root: str, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
+    """Objects under `root` in ascending order of key; see `Store.list`.
+
+    Names with a leading dot (files in flight), names that are no keys, and symbolic links met on the
+    way are passed over; directories that cannot match are not read. A directory that is not there
+    is empty; one that cannot be read is an error, since "no checkpoint" must never be a guess.
+    """
+    folder = prefix.rpartition("/")[0]
+    if folder and not _is_key(folder):
+        return
+    yield from _walk(os.path.join(root, folder), folder + "/" if folder else "", prefix, start_after)
+
+
+def _walk(path: str, base: str, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
+    try:
+        with os.scandir(path) as entries:
+            # With the slash in its sort string a directory takes the place of all its keys: "a-b" < "a/b" < "a0".
+            found = sorted(
+                (name, entry) for entry in entries if (name := _wanted(entry, base, prefix, start_after)) is not None
+            )
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise translate(error, base or prefix, "list") from error
+    for name, entry in found:
+        if name.endswith("/"):
+            yield from _walk(os.path.join(path, entry.name), base + name, prefix, start_after)
+            continue
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise translate(error, base + name, "list") from error
+        yield ObjectInfo(base + name, status.st_size, None, status.st_mtime)
+
+
+def _wanted(entry: os.DirEntry[str], base: str, prefix: str, start_after: str) -> str | None:
+    """The entry's name, with a slash if it is a directory to descend into; None to pass over it."""
+    if entry.name.startswith(".") or not _is_key(entry.name):
+        return None
+    key = base + entry.name
+    if entry.is_dir(follow_symlinks=False):
+        inside = key + "/"
+        ahead = inside > start_after or start_after.startswith(inside)
+        matches = inside.startswith(prefix) or prefix.startswith(inside)
+        return entry.name + "/" if ahead and matches else None
+    if not (key.startswith(prefix) and key > start_after):
+        return None
+    if entry.is_file(follow_symlinks=False):
+        return entry.name
+    if entry.is_symlink():
+        _log.warning("list passes over %s: links inside a store are not followed; name it in the prefix", entry.path)
+    return None
+
+
+def _is_key(text: str) -> bool:
+    try:
+        check_key(text)
+    except FormatError:
+        return False
+    return True
