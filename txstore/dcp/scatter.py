@@ -99,6 +99,10 @@ class Scatter:
             for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 tensor = tensor.narrow(dim, offset, length)
             target.copy_(tensor)
+            if tensor.is_quantized and not torch.equal(target.dequantize(), tensor.dequantize()):
+                # copy_ keeps the target's quantizer: the stored integers would mean other values.
+                name = item.dest_index.fqn
+                raise StateMismatch(f"{name!r} was saved with another quantizer than the target has", key=name)
         for item, target in self._targets:
             self._planner.commit_tensor(item, target)
         for item, payload in self._payloads:
