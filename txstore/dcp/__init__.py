@@ -3,7 +3,8 @@
 Implemented on DCP's abstract classes, not on `FileSystemWriter`, whose helper threads swallow write errors.
 """
 
+from txstore.dcp.planner import StrictLoadPlanner
 from txstore.dcp.reader import StorageReader
 from txstore.dcp.writer import StorageWriter
 
-__all__ = ["StorageReader", "StorageWriter"]
+__all__ = ["StorageReader", "StorageWriter", "StrictLoadPlanner"]

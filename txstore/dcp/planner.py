@@ -1,0 +1,57 @@
+"""`StrictLoadPlanner`: everything that does not fit, in one typed error, before a byte is read.
+
+DCP's default planner stops at the first missing key or wrong size, with a RuntimeError or ValueError, and
+lets `copy_` cast dtypes silently. The reader refuses casts and unread keys whatever the planner is; this
+planner adds the missing keys and shapes, all of them, and what each was probably meant to be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from txstore.errors import StateMismatch
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_SHOWN = 10
+
+
+class StrictLoadPlanner(DefaultLoadPlanner):
+    """Pass as ``planner=`` to ``dcp.load``.
+
+    Raises (from the load):
+        StateMismatch: Lists missing keys with near misses (``_orig_mod.``, ``module.``), shapes and dtypes.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        """Compare the target with the saved state, then plan as DCP does."""
+        saved = self.metadata.state_dict_metadata if self.metadata else {}
+        problems: list[tuple[str, str]] = []
+        bare = {_WRAPPERS.sub("", name): name for name in saved}
+        for name, value in self.state_dict.items():
+            found = saved.get(name)
+            if found is None:
+                near = bare.get(_WRAPPERS.sub("", name))
+                meant = f" (the checkpoint has {near!r})" if near else ""
+                problems.append((name, f"{name!r} is not in the checkpoint{meant}"))
+            elif isinstance(value, torch.Tensor) != isinstance(found, TensorStorageMetadata):
+                problems.append((name, f"{name!r} is a tensor on one side and an object on the other"))
+            elif isinstance(found, TensorStorageMetadata):
+                problems += ((name, text) for text in _differences(name, value, found))
+        if problems:
+            shown = "; ".join(text for _, text in problems[:_SHOWN])
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise StateMismatch(f"the state does not fit the checkpoint: {shown}{more}", key=problems[0][0])
+        return super().create_local_plan()
+
+
+def _differences(name: str, value: torch.Tensor, found: TensorStorageMetadata) -> Iterable[str]:
+    if value.size() != found.size:
+        yield f"{name!r} has shape {tuple(value.size())}, {tuple(found.size)} was saved"
+    if value.dtype != found.properties.dtype:
+        yield f"{name!r} is {value.dtype}, {found.properties.dtype} was saved"
