@@ -1,0 +1,59 @@
+# `make demo` and `make test` need only Python >= 3.11, pip and make. Everything is installed into .venv.
+PYTHON ?= python3
+ARGS ?=
+URL ?=
+DEMO_DIR ?= .demo
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+# Another checkout on PYTHONPATH would be tested instead of this one; PIP_USER=1 breaks pip inside a venv.
+unexport PYTHONPATH PYTHONHOME PYTHONWARNINGS
+export PIP_USER := 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test lint soak clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    train, kill the run in the middle of a save, resume, compare with an uninterrupted run"
+	@echo "make test    all tests (ARGS='-k name' narrows them)"
+	@echo "make lint    ruff, ruff format, mypy --strict, import-linter"
+	@echo "make soak    the long sweeps"
+	@echo "make clean   remove .venv and everything generated"
+
+setup: $(STAMP)
+
+# The stamp holds the directory it was made for: an environment that was copied or moved is set up again.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+
+# Written last, so that an interrupted set-up is repeated. The second branch serves systems that split ensurepip off.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "txstore needs Python >= 3.11, got " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	@rm -f $(STAMP)
+	@echo "setting up $(VENV) (the first time takes minutes: PyTorch is large)"
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
+	$(BIN)/python -m pip install -qq --no-input -c constraints.txt -e '.[torch,test]'
+	@echo "$(CURDIR)" > $(STAMP)
+
+demo: setup
+	@$(BIN)/python examples/demo/run.py --dir '$(DEMO_DIR)' $(if $(URL),--url '$(URL)') $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+soak: setup
+	$(BIN)/python -m pytest -m soak $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(DEMO_DIR) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
