@@ -1,0 +1,47 @@
+"""The public names as users write them, checked by mypy --strict and never run."""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+from collections.abc import Iterator
+
+import txstore
+from txstore import Store, open_store
+from txstore.errors import Conflict, StoreError, TxStoreError
+from txstore.store import BytesSource, ObjectInfo, Source
+
+
+def stores(path: pathlib.Path) -> None:
+    """open_store takes a URL or a path, and gives a Store."""
+    store: Store = open_store("file:///checkpoints/run-1")
+    store = open_store(path)
+    with open_store("file:///checkpoints/run-1") as opened:
+        same: Store = opened
+    source: Source = BytesSource(b"bytes")
+    info: ObjectInfo = store.put("data/key", source)
+    size: int = info.size
+    crc: int | None = info.crc32c
+    found: Iterator[ObjectInfo] = same.list("commits/", start_after="commits/a")
+    data: bytes = store.read("data/key", 0, 10)
+    count: int = store.read_into("data/key", 0, memoryview(bytearray(4)))
+    version: str = txstore.__version__
+    print(size, crc, found, data, count, version)
+
+
+def misuse(store: Store) -> None:
+    """What must not type-check; mypy reports an ignore that is not needed."""
+    store.put("data/key", b"bytes")  # type: ignore[arg-type]
+    store.create("data/key", "text")  # type: ignore[arg-type]
+    open_store(5)  # type: ignore[arg-type]
+    Store()  # type: ignore[abstract]
+    TxStoreError("message", "key")  # type: ignore[call-arg]
+
+
+def errors(error: TxStoreError) -> None:
+    """Each class of the tree is caught by the classes above it, and keeps its fields."""
+    root: TxStoreError = StoreError("message", key="data/key", rank=1, next_step="again")
+    winner: str = Conflict("message").winner
+    same: Conflict = Conflict("message").at_rank(0)
+    fields: tuple[str, str, int | None, str] = (error.message, error.key, error.rank, error.next_step)
+    print(root, winner, same, fields, pickle.dumps(error))
