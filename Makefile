@@ -55,5 +55,5 @@ soak: setup
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(DEMO_DIR) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
