@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture
 def store_url(tmp_path: Path) -> str:
     """The URL of an empty place on the local file system."""
-    return f"file://{tmp_path}/store"
+    return (tmp_path / "store").as_uri()
 
 
 class SkipRule:

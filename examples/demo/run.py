@@ -173,7 +173,7 @@ def main() -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     try:
         folder = fresh_folder(options.dir)
-        url = f"{options.url.rstrip('/')}/demo-{secrets.token_hex(4)}" if options.url else f"file://{folder}/store"
+        url = f"{options.url.rstrip('/')}/demo-{secrets.token_hex(4)}" if options.url else (folder / "store").as_uri()
         tell(play(folder, url, options.steps, options.save_every, console), console)
     except (DemoFailedError, TxStoreError, subprocess.TimeoutExpired) as error:
         print(f"FAILED: {error}", file=sys.stderr)

@@ -6,8 +6,14 @@ import pathlib
 import pickle
 from collections.abc import Iterator
 
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader as DcpReader
+from torch.distributed.checkpoint.storage import StorageWriter as DcpWriter
+
 import txstore
 from txstore import Store, open_store
+from txstore.dcp import StorageReader, StorageWriter, StrictLoadPlanner
 from txstore.errors import Conflict, StoreError, TxStoreError
 from txstore.store import BytesSource, ObjectInfo, Source
 
@@ -45,3 +51,14 @@ def errors(error: TxStoreError) -> None:
     same: Conflict = Conflict("message").at_rank(0)
     fields: tuple[str, str, int | None, str] = (error.message, error.key, error.rank, error.next_step)
     print(root, winner, same, fields, pickle.dumps(error))
+
+
+def pair(state: dict[str, object], store: Store, path: pathlib.Path) -> None:
+    """The DCP pair takes a URL, a path or a store, and goes where DCP's own classes go."""
+    writer: DcpWriter = StorageWriter("file:///checkpoints/run-1", overwrite=True)
+    reader: DcpReader = StorageReader(store)
+    save(state, checkpoint_id="step-100", storage_writer=writer)
+    load(state, storage_reader=reader, planner=StrictLoadPlanner())
+    load(state, checkpoint_id="step-100", storage_reader=StorageReader(path, strict=False))
+    StorageWriter("file:///checkpoints/run-1", True)  # type: ignore[call-arg]
+    StorageWriter()  # type: ignore[call-arg]
