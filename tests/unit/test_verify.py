@@ -36,6 +36,7 @@ class WatchedStore(MemoryStore):
         super().__init__()
         self.reads: list[tuple[str, int, int]] = []
         self.before_read: Callable[[str, int], None] = lambda key, start: None
+        self.silent = False
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         self.before_read(key, start)
@@ -50,6 +51,8 @@ class WatchedStore(MemoryStore):
         self._objects[key] = (change(data), modified_s)
 
     def head(self, key: str):
+        if self.silent:
+            raise TransientError("connection reset", key=key)
         # As POSIX and plain S3 do: no checksum of its own, so that damage must be found in the bytes.
         return dataclasses.replace(super().head(key), crc32c=None)
 
@@ -272,11 +275,29 @@ def test_a_refused_shard_is_unreadable_not_damaged(store: WatchedStore, decision
 
 def test_a_store_that_stops_answering_is_an_error(store: WatchedStore, decision: Decision) -> None:
     def hang_up(key: str, start: int) -> None:
+        store.silent = True
         raise TransientError("connection reset", key=key)
 
     store.before_read = hang_up
     with pytest.raises(TransientError):
         verify(store, decision)
+
+
+def test_a_bad_sector_is_not_a_store_that_stopped_answering(store: WatchedStore, decision: Decision) -> None:
+    first, second = shard_keys(store, decision)
+    store.edit(second, flip(BLOCK_BYTES))
+
+    def bad_sector(key: str, start: int) -> None:
+        if key == first:
+            raise TransientError("read failed: EIO", key=key)
+
+    store.before_read = bad_sector
+    assert kinds(verify(store, decision)) == [("unreadable", first), ("checksum", second)]
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "a.b/c ü", "quote'\"\\n\n"])
+def test_any_name_is_sound(store: WatchedStore, name: str) -> None:
+    assert verify(store, commit_sample(store, "step-90", names=(name, "extra"))).problems == ()
 
 
 def test_memory_is_bounded_by_the_window(store: WatchedStore) -> None:

@@ -16,6 +16,7 @@ from txstore.manifest import Index, ObjectRecord, ShardRef
 from txstore.ops.report import Kind
 from txstore.shards.header import LENGTH_BYTES, Header, header_bytes, parse_header
 from txstore.shards.layout import SAFETENSORS_DTYPES
+from txstore.shards.names import header_name, unescape
 
 WINDOW_BYTES = 8 * BLOCK_BYTES
 """Most bytes that are read at once."""
@@ -44,12 +45,17 @@ class Expected:
 
 
 def expected_entries(index: Index) -> list[dict[str, Expected]]:
-    """For each file of an index, the arrays that its header must name, and no others."""
+    """For each file of an index, the arrays that its header must name, and no others.
+
+    Raises:
+        FormatError: A name cannot be unescaped.
+    """
     files: list[dict[str, Expected]] = [{} for _ in index.files]
     for item in index.items:
+        name = header_name(unescape(item.name, "") if index.escaped else item.name)
         if isinstance(item, ObjectRecord):
             if item.file < len(files):
-                files[item.file][item.name] = Expected("U8", (item.length,), (0,), item.start, item.length)
+                files[item.file][name] = Expected("U8", (item.length,), (0,), item.start, item.length)
             continue
         for chunk in item.chunks:
             dtype, shape, offsets = SAFETENSORS_DTYPES.get(item.dtype), chunk.sizes, chunk.offsets
@@ -58,7 +64,7 @@ def expected_entries(index: Index) -> list[dict[str, Expected]]:
             elif dtype is None:
                 dtype, shape, offsets = "U8", (*shape, item.itemsize), (*offsets, 0)
             if chunk.file < len(files):
-                files[chunk.file][item.name] = Expected(dtype, shape, offsets, chunk.start, chunk.length)
+                files[chunk.file][name] = Expected(dtype, shape, offsets, chunk.start, chunk.length)
     return files
 
 
@@ -129,7 +135,7 @@ class ShardCheck:
             against = "the manifest" if self.blocks is None else "the manifest, though its blocks match the index"
             yield Finding("checksum", f"the file's CRC32C differs from {against}")
         # A header whose bytes are damaged says nothing about its writer: the checksum has named it.
-        if not (differs or any(block * BLOCK_BYTES < len(self._header) for block in self._damaged[:1])):
+        if not (differs or (self._damaged and self._damaged[0] * BLOCK_BYTES < len(self._header))):
             yield from self._header_findings()
 
     def _header_findings(self) -> Iterator[Finding]:

@@ -49,6 +49,9 @@ SAMPLE_BLOCKS = 8
 
 Observer = Callable[[Step], None]
 
+_SILENT = (TransientError, OutcomeUnknownError)
+"""Errors of a store that did not answer, or not clearly, though the retry layer asked repeatedly."""
+
 _RESTORE = "restore this object from a copy of the store, or load an earlier checkpoint"
 _NEXT_STEP: dict[Kind, str] = {
     "missing": _RESTORE,
@@ -86,7 +89,7 @@ def verify(
         The report. Damage is in it, not raised.
 
     Raises:
-        TransientError, OutcomeUnknownError: The store stopped answering, and the retry layer gave up.
+        TransientError, OutcomeUnknownError: The store stopped answering, for any object.
     """
     if seed is None:
         seed = random.SystemRandom().getrandbits(32)
@@ -176,7 +179,7 @@ def _format_problems(store: Store, *, has_decisions: bool) -> list[Problem]:
         if read_store_format(store) or not has_decisions:
             return []
     except TxStoreError as error:
-        return [_problem_of(error, STORE_KEY)]
+        return [_problem_of(store, error, STORE_KEY)]
     return [problem("missing", STORE_KEY, "the store has decisions but no format document")]
 
 
@@ -185,7 +188,7 @@ def _decision(store: Store, checkpoint: str, slot: int) -> tuple[Decision | None
     try:
         decision = read_decision(store, checkpoint, slot)
     except TxStoreError as error:
-        return None, [_problem_of(error, key)]
+        return None, [_problem_of(store, error, key)]
     if decision is None:
         return None, [problem("missing", key, "the decision record was listed but cannot be read")]
     return decision, []
@@ -196,15 +199,21 @@ def problem(kind: Kind, key: str, what: str) -> Problem:
     return Problem(kind, key, what, _NEXT_STEP[kind])
 
 
-def _problem_of(error: TxStoreError, key: str) -> Problem:
+def _problem_of(store: Store, error: TxStoreError, key: str) -> Problem:
     """The problem that an error of a read amounts to.
 
     Raises:
-        TransientError, OutcomeUnknownError: The error itself: a store that does not answer says nothing
-            about an object, and asking for each of the others would take a retry budget each.
+        TransientError, OutcomeUnknownError: The error itself, if the store does not answer about its
+            format document either: asking for every other object would take a retry budget each. If it
+            does answer, the fault is the object's, as a bad sector is.
     """
-    if isinstance(error, TransientError | OutcomeUnknownError):
-        raise error
+    if isinstance(error, _SILENT):
+        try:
+            store.head(STORE_KEY)
+        except _SILENT:
+            raise error from None
+        except StoreError:
+            pass
     kind: Kind = "format"
     if isinstance(error, NotFoundError):
         kind = "missing"
@@ -254,7 +263,7 @@ class _Run:
         try:
             yield
         except FormatError as error:
-            self.problems.append(_problem_of(error, key))
+            self.problems.append(_problem_of(self.store, error, key))
 
     def _document(self, ref: FileRef) -> bytes | None:
         """A document's bytes if they are those that were committed."""
@@ -281,7 +290,10 @@ class _Run:
             self.problems.append(problem("format", key, "the decision record has changed since it was read"))
 
     def _shards(self, manifest: Manifest, index: Index | None) -> None:
-        expected = expected_entries(index) if index is not None and self.depth == "full" else None
+        expected = None
+        if index is not None and self.depth == "full":
+            with self._collected(manifest.index.key):
+                expected = expected_entries(index)
         work: deque[tuple[ShardCheck, list[tuple[int, int]]]] = deque()
         for number, shard in enumerate(manifest.shards):
             self.shards += 1
@@ -347,7 +359,7 @@ class _Run:
         """
         if isinstance(error, NotFoundError) and is_retired(self.store, self.decision):
             raise CheckpointRetired(f"{self.decision.checkpoint} was removed by retention", key=key) from error
-        self.problems.append(_problem_of(error, key))
+        self.problems.append(_problem_of(self.store, error, key))
 
     def _found(self, key: str, finding: Finding) -> None:
         self.problems.append(problem(finding.kind, key, finding.what))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from txstore.manifest import ChunkRecord, Decision, Description, FileRecord, Index, ObjectRecord, TensorRecord
 from txstore.shards.layout import Extent, ShardSource, payload_extent, tensor_extent
+from txstore.shards.names import header_name
 from txstore.store import BytesSource, Store
 from txstore.transaction import Shard, begin, write_shard
 
@@ -50,18 +51,20 @@ def commit_sample(
     for rank in range(ranks):
         data = BytesSource(noise.randbytes(rows * ROW_BYTES))
         corner = (rank * rows, 0)
-        extents = [tensor_extent(tensor, data, dtype="float32", itemsize=4, shape=(rows, 256), offsets=corner)]
+        extents = [
+            tensor_extent(header_name(tensor), data, dtype="float32", itemsize=4, shape=(rows, 256), offsets=corner)
+        ]
         if rank == 0:
             scale = BytesSource(b"\x00\x3c")
             extents.append(tensor_extent("scale", scale, dtype="float16", itemsize=2, shape=(), offsets=()))
-            extents.append(payload_extent(thing, BytesSource(payload)))
+            extents.append(payload_extent(header_name(thing), BytesSource(payload)))
         source = ShardSource([tamper(extent) for extent in extents])
         shards.append(write_shard(store, transaction.ticket, rank, 0, source))
         for start, extent in zip(source.starts, source.extents, strict=True):
             if extent.name == "scale":
                 one = ChunkRecord((), (), rank, start, 2)
                 small.append(TensorRecord("scale", "float16", 2, (), False, False, "contiguous_format", (one,)))  # noqa: FBT003 - a record
-            elif extent.name == thing:
+            elif extent.name == header_name(thing):
                 small.append(ObjectRecord(thing, rank, start, len(payload)))
             else:
                 chunks.append(ChunkRecord(corner, (rows, 256), rank, start, rows * ROW_BYTES))
