@@ -22,6 +22,9 @@ Kind = Literal["missing", "size", "digest", "format", "checksum", "header", "unr
 Depth = Literal["documents", "sample", "full"]
 """How much is read: the documents and each shard's size; also some blocks of each shard; every byte."""
 
+SAMPLE_BLOCKS = 8
+"""Random blocks of each shard that ``sample`` reads besides the first and the last."""
+
 State = Literal["sound", "damaged", "unreadable", "retired"]
 """``retired`` wins over everything (the damage is a removal under way), then ``damaged``, then ``unreadable``."""
 

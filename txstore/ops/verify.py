@@ -40,12 +40,9 @@ from txstore.keys import (
     step_of,
 )
 from txstore.manifest import Decision, FileRef, Index, Manifest, ShardRef, decode_index, decode_manifest
-from txstore.ops.report import Depth, Kind, Problem, Report, Step, StoreReport, verdict
+from txstore.ops.report import SAMPLE_BLOCKS, Depth, Kind, Problem, Report, Step, StoreReport, verdict
 from txstore.ops.shard_check import WINDOW_BYTES, Finding, ShardCheck, expected_entries
 from txstore.store import Store
-
-SAMPLE_BLOCKS = 8
-"""Random blocks of each shard that ``sample`` reads besides the first and the last."""
 
 Observer = Callable[[Step], None]
 
