@@ -12,11 +12,12 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from txstore.dcp.metadata import Placed, escape
+from txstore.dcp.metadata import Placed
 from txstore.dcp.objects import is_safe
 from txstore.dcp.tensors import TensorSource, check_storable, dtype_name, dtype_name_of_layout, is_plain, serialise
 from txstore.errors import PlanMismatch, UnsupportedValue
 from txstore.shards.layout import Extent, ShardSource, pack, payload_extent, tensor_extent
+from txstore.shards.names import header_name
 from txstore.store import BytesSource, Store
 from txstore.transaction import Shard, Ticket, write_shard
 
@@ -59,7 +60,7 @@ def lay_out(items: Sequence[WriteItem], planner: SavePlanner, shard_bytes: int) 
 
 
 def _extent(item: WriteItem, planner: SavePlanner) -> tuple[Extent, int]:
-    name = _file_name(item.index.fqn)
+    name = header_name(item.index.fqn)
     data = planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
@@ -81,20 +82,6 @@ def _extent(item: WriteItem, planner: SavePlanner) -> tuple[Extent, int]:
         shape=tuple(data.shape),
         offsets=tuple(item.tensor_data.chunk.offsets) if item.tensor_data else (),
     ), 0
-
-
-def _file_name(fqn: str) -> str:
-    """The item's name in a safetensors header, which is for stock readers only; ours go by position.
-
-    ``__metadata__`` is the header's own, and a lone surrogate is no valid JSON text.
-    """
-    if fqn == "__metadata__":
-        return "__metadata__.value"
-    try:
-        fqn.encode()
-    except UnicodeEncodeError:
-        return escape(fqn)
-    return fqn
 
 
 def _resolver(planner: SavePlanner, item: WriteItem) -> Callable[[], torch.Tensor]:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from txstore.dcp.tensors import dtype_name, dtype_of
 from txstore.errors import FormatError, PlanMismatch, UnsupportedValue
 from txstore.manifest import ChunkRecord, FileRecord, Index, ObjectRecord, TensorRecord
+from txstore.shards.names import escape, unescape
 from txstore.transaction import Shard
 
 _MEMORY_FORMATS = {
@@ -178,20 +179,6 @@ def _encodable(metadata: Metadata) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def escape(text: str) -> str:
-    """Reversible ASCII form of any str, lone surrogates included."""
-    return text.encode("unicode_escape").decode("ascii")
-
-
-def unescape(text: str, key: str) -> str:
-    """Inverse of `escape`; FormatError for anything that `escape` cannot have made."""
-    try:
-        plain = text.encode("ascii").decode("unicode_escape")
-    except (UnicodeEncodeError, UnicodeDecodeError) as error:
-        raise FormatError(f"not an escaped name: {text!r}", key=key) from error
-    return plain
 
 
 def _encode_planner_data(data: Any, *, escaped: bool) -> tuple[dict[str, tuple[str | int, ...]] | None, msgspec.Raw]:

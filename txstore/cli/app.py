@@ -1,0 +1,143 @@
+"""The commands and their arguments. Each hands over to its own module and exits through `outcome.run`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import txstore
+from txstore.cli import listing
+from txstore.cli.outcome import run
+from txstore.errors import ConfigError
+from txstore.keys import check_checkpoint
+from txstore.ops.report import SAMPLE_BLOCKS, Depth
+
+EXIT_CODES = """\b
+Exit codes:
+  0    the answer is on stdout, and nothing is wrong
+  1    unexpected error: a bug in txstore
+  2    wrong usage
+  3    no such checkpoint, none committed, or no store at this URL
+  4    damaged: stored bytes are not those that were committed
+  5    the store refused, could not be reached, or its URL is wrong
+  130  interrupted
+
+\b
+With --json stdout holds one JSON document, errors included.
+TXSTORE_DEBUG=1 adds debug logs and tracebacks on stderr.
+"""
+
+app = typer.Typer(
+    name="txstore",
+    help="Look at the checkpoints of a txstore store. Nothing here writes, deletes or unpickles.",
+    epilog=EXIT_CODES,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Url = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="The store's root: file:///path, a plain path, or a backend's URL.")
+]
+Name = Annotated[
+    str | None, typer.Argument(metavar="CHECKPOINT", help="Its name, such as step-1000; the newest if left out.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+def _version(wanted: bool) -> None:  # noqa: FBT001 - typer's callback signature
+    if wanted:
+        typer.echo(f"txstore {txstore.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog=EXIT_CODES)
+def ls(
+    url: Url,
+    *,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also superseded, retired and aborted decisions, with slot and transaction.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List committed checkpoints by ascending step."""
+    run(url, lambda store: listing.ls(store, url, everything=everything), as_json=as_json)
+
+
+@app.command(epilog=EXIT_CODES)
+def latest(url: Url, *, as_json: AsJson = False) -> None:
+    """Print the name of the newest committed checkpoint, and nothing else."""
+    run(url, listing.latest, as_json=as_json)
+
+
+@app.command(epilog=EXIT_CODES)
+def show(
+    url: Url,
+    checkpoint: Name = None,
+    *,
+    tensors: Annotated[
+        int, typer.Option("--tensors", min=-1, metavar="N", help="Rows of the tensor table; -1 for all, 0 for none.")
+    ] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show one checkpoint: progress, topology, fingerprints, shards, tensors."""
+    from txstore.cli import showing  # noqa: PLC0415 - `ls` must not pay for it
+
+    name = _checked(checkpoint)
+    run(url, lambda store: showing.show(store, name, tensors=tensors), as_json=as_json)
+
+
+@app.command(epilog=EXIT_CODES)
+def verify(
+    url: Url,
+    checkpoint: Name = None,
+    *,
+    depth: Annotated[
+        Depth,
+        typer.Option(
+            help="documents: digests and sizes; sample: also some blocks of each shard; full: every byte and header."
+        ),
+    ] = "sample",
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every commit that is not retired, and all decision records.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Sample the same blocks again; the report names its seed.")
+    ] = None,
+    blocks: Annotated[
+        int, typer.Option("--blocks", min=0, metavar="N", help="Random blocks of each shard besides first and last.")
+    ] = SAMPLE_BLOCKS,
+    as_json: AsJson = False,
+) -> None:
+    """Check what was committed against its digests and checksums, and name all damage."""
+    from txstore.cli import verifying  # noqa: PLC0415 - `ls` must not pay for it
+
+    name = _checked(checkpoint)
+    if name is not None and everything:
+        raise typer.BadParameter("a CHECKPOINT and --all exclude each other")
+    run(
+        url,
+        lambda store: verifying.verify(store, url, name, everything=everything, depth=depth, seed=seed, blocks=blocks),
+        as_json=as_json,
+    )
+
+
+def _checked(checkpoint: str | None) -> str | None:
+    """The name if it can be one: a wrong name is wrong usage, not a missing checkpoint."""
+    try:
+        return None if checkpoint is None else check_checkpoint(checkpoint)
+    except ConfigError as error:
+        raise typer.BadParameter(f"{error.message}: {error.next_step}") from error

@@ -1,0 +1,77 @@
+"""Text output: rich tables on a terminal, plain aligned columns everywhere else. rich is loaded only for the first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from txstore.redact import printable
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text; columns whose header is in `right` are aligned to the right."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: frozenset[str] = frozenset()
+
+
+def render(parts: Sequence[str | Table]) -> None:
+    """Write lines and tables to stdout. Control characters are escaped here, whatever the caller did."""
+    if sys.stdout.isatty():
+        _render_rich(parts)
+        return
+    for part in parts:
+        lines = [printable(part)] if isinstance(part, str) else _aligned(part)
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def _aligned(table: Table) -> list[str]:
+    rows = [table.columns, *([printable(cell) or "-" for cell in row] for row in table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = [name in table.right for name in table.columns]
+    return [
+        "  ".join(
+            cell.rjust(width) if flush else cell.ljust(width)
+            for cell, width, flush in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _render_rich(parts: Sequence[str | Table]) -> None:
+    from rich import box  # noqa: PLC0415 - piped and JSON output must not pay for rich
+    from rich.console import Console  # noqa: PLC0415 - as above
+    from rich.table import Table as RichTable  # noqa: PLC0415 - as above
+    from rich.text import Text  # noqa: PLC0415 - as above
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    for part in parts:
+        if isinstance(part, str):
+            console.print(Text(printable(part)))
+            continue
+        shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in part.columns:
+            shown.add_column(name, justify="right" if name in part.right else "left", overflow="fold")
+        for row in part.rows:
+            shown.add_row(*(Text(printable(cell) or "-") for cell in row))
+        console.print(shown)
+
+
+def size_text(count: int | None) -> str:
+    """Bytes for people: ``0 B``, ``1.5 KiB``, ``12.0 GiB``."""
+    if count is None:
+        return ""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """``1 shard``, ``2 shards``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
