@@ -47,7 +47,7 @@ def entries(store: Store) -> list[Entry]:
     found: list[Entry] = []
     for checkpoint in sorted(slots, key=_by_step):
         standing = True
-        for slot in sorted(slots[checkpoint], reverse=True):
+        for slot in range(max(slots[checkpoint]), -1, -1):
             decision = _must_read(store, checkpoint, slot)
             state: State = "aborted"
             if SlotName(checkpoint, slot) in retired:
@@ -137,12 +137,15 @@ def _check_format(store: Store, *, has_decisions: bool) -> None:
 def _must_read(store: Store, checkpoint: str, slot: int) -> Decision:
     decision = read_decision(store, checkpoint, slot)
     if decision is None:
-        raise IntegrityError(f"the decision of {checkpoint}.{slot} was listed but cannot be read", key=checkpoint)
+        raise IntegrityError(
+            f"the decision of {checkpoint}.{slot} is missing, although it or a later one is listed", key=checkpoint
+        )
     return decision
 
 
 def _standing(store: Store, checkpoint: str, slots: set[int], retired: set[SlotName]) -> Decision | None:
-    for slot in sorted(slots, reverse=True):
+    # A slot that the listing lacks is read all the same: it was filled meanwhile, or its decision was deleted.
+    for slot in range(max(slots), -1, -1):
         if SlotName(checkpoint, slot) in retired:
             continue
         decision = _must_read(store, checkpoint, slot)

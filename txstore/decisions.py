@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from txstore.errors import CheckpointRetired, FormatError, IntegrityError, NotFoundError
-from txstore.keys import STORE_KEY, decision_key, retired_key
+from txstore.keys import STORE_KEY, decision_key, decision_prefix, parse_decision_key, retired_key
 from txstore.manifest import (
     DECISION_MAX_BYTES,
     Decision,
@@ -51,11 +51,30 @@ def read_decision(store: Store, checkpoint: str, slot: int) -> Decision | None:
 
 
 def walk_slots(store: Store, checkpoint: str) -> Iterator[Decision]:
-    """The decisions of a checkpoint from slot 0 up to the first free slot; slots are contiguous."""
+    """The decisions of a checkpoint from slot 0 up to the first free slot; slots are contiguous.
+
+    Raises:
+        IntegrityError: A slot is free and a higher one is not, so a decision was deleted behind our back. To walk on,
+            or to stop here, would hide a commit, or give a transaction a second answer.
+    """
     slot = 0
-    while (decision := read_decision(store, checkpoint, slot)) is not None:
-        yield decision
-        slot += 1
+    while True:
+        while (decision := read_decision(store, checkpoint, slot)) is not None:
+            yield decision
+            slot += 1
+        if slot > _highest_slot(store, checkpoint):
+            return
+        if (decision := read_decision(store, checkpoint, slot)) is None:
+            raise IntegrityError(
+                f"the decision of {checkpoint}.{slot} is missing, and a later one exists",
+                key=decision_key(checkpoint, slot),
+                next_step="decisions are never deleted: restore it, or use another checkpoint name",
+            )
+
+
+def _highest_slot(store: Store, checkpoint: str) -> int:
+    names = (parse_decision_key(info.key) for info in store.list(decision_prefix(checkpoint)))
+    return max((name.slot for name in names if name is not None and name.checkpoint == checkpoint), default=-1)
 
 
 def is_retired(store: Store, decision: Decision) -> bool:

@@ -9,6 +9,7 @@ msgpack. Decoding is strict: unknown fields, wrong types, unknown versions and i
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -22,11 +23,15 @@ VERSION = 1
 DECISION_MAX_BYTES = 4096
 MANIFEST_MAX_BYTES = 256 << 20
 INDEX_MAX_BYTES = 4 << 30
+SPLIT_AXES_MAX = 12
+"""Most dimensions along which one tensor may be cut into chunks; a device mesh has fewer."""
 
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Crc = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
-Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Text = Annotated[str, Meta(max_length=512)]
+Extents = Annotated[tuple[Natural, ...], Meta(max_length=64)]
+"""Offsets or sizes, one a dimension; torch knows at most 64 dimensions."""
 
 
 class _Document(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -168,8 +173,8 @@ class ChunkRecord(Struct, array_like=True, frozen=True, gc=False):
     wrapper subclasses).
     """
 
-    offsets: tuple[Natural, ...]
-    sizes: tuple[Natural, ...]
+    offsets: Extents
+    sizes: Extents
     file: Natural
     start: Natural
     length: Natural
@@ -182,7 +187,7 @@ class TensorRecord(Struct, array_like=True, frozen=True, tag="t", gc=False):
     name: str
     dtype: Text
     itemsize: Annotated[int, Meta(ge=1, le=64)]
-    shape: tuple[Natural, ...]
+    shape: Extents
     requires_grad: bool
     pin_memory: bool
     memory_format: Text
@@ -231,9 +236,13 @@ def encode(document: _Document) -> bytes:
     """Canonical JSON of a document.
 
     Raises:
-        FormatError: The document would not decode again, or a decision exceeds 4 KiB.
+        FormatError: A value has no JSON form (a lone surrogate, an integer of more than 64 bits), or a decision exceeds
+            4 KiB. Bounds are checked by decoding: `Transaction.commit` decodes what it is about to publish.
     """
-    data = _JSON.encode(document)
+    try:
+        data = _JSON.encode(document)
+    except (msgspec.MsgspecError, OverflowError, TypeError, ValueError) as error:
+        raise FormatError(f"cannot encode a {type(document).__name__.lower()}: {error}") from error
     if isinstance(document, Decision) and len(data) > DECISION_MAX_BYTES:
         raise FormatError(f"a decision record of {len(data)} bytes exceeds {DECISION_MAX_BYTES}", key=document.txn)
     return data
@@ -380,20 +389,35 @@ def check_index(index: Index, key: str) -> None:
         if isinstance(item, ObjectRecord):
             _check_range(index, item, item.name, key)
             continue
-        volume = 0
         for chunk in item.chunks:
             if not len(chunk.offsets) == len(chunk.sizes) == len(item.shape) or any(
                 offset + size > extent
                 for offset, size, extent in zip(chunk.offsets, chunk.sizes, item.shape, strict=True)
             ):
                 raise FormatError(f"a chunk of {item.name!r} lies outside its tensor", key=key)
-            elements = math.prod(chunk.sizes)
-            if chunk.encoding == 0 and chunk.length != elements * item.itemsize:
+            if chunk.encoding == 0 and chunk.length != math.prod(chunk.sizes) * item.itemsize:
                 raise FormatError(f"a chunk of {item.name!r} has the wrong length", key=key)
             _check_range(index, chunk, item.name, key)
-            volume += elements
-        if volume != math.prod(item.shape):
-            raise FormatError(f"the chunks of {item.name!r} do not cover it", key=key)
+        if not _tile(item.shape, [chunk for chunk in item.chunks if 0 not in chunk.sizes]):
+            raise FormatError(f"the chunks of {item.name!r} do not cover it exactly once", key=key)
+
+
+def _tile(shape: tuple[int, ...], chunks: list[ChunkRecord]) -> bool:
+    """Whether the chunks, which are not empty and lie inside, cover the tensor exactly once.
+
+    Volumes alone would pass an overlap that pays for a hole. A box is determined by its corners modulo 2 (apply the
+    difference in each dimension), so if all corners but the tensor's own cancel in pairs, every element is covered an
+    odd number of times; and once on average, by the volumes. Linear in the number of chunks.
+    """
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+        return False
+    split = [axis for axis, extent in enumerate(shape) if any(chunk.sizes[axis] != extent for chunk in chunks)]
+    if len(split) > SPLIT_AXES_MAX:
+        return False
+    corners = set(product(*((0, shape[axis]) for axis in split))) if chunks else set()
+    for chunk in chunks:
+        corners ^= set(product(*((chunk.offsets[axis], chunk.offsets[axis] + chunk.sizes[axis]) for axis in split)))
+    return not corners
 
 
 def _check_range(index: Index, where: ChunkRecord | ObjectRecord, name: str, key: str) -> None:

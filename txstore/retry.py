@@ -126,10 +126,11 @@ class RetryingStore(Store):
             try:
                 self.inner.create(key, data)
             except AlreadyExistsError:
+                # Until it is read back this may be our own record, and the read-back may fail.
+                unclear = True
                 found = self._read_back(key, data)
                 if found is None:
                     # "Exists", but nothing is there: S3's 409, a lagging replica. Ask again.
-                    unclear = True
                     raise OutcomeUnknownError(
                         "create was told that the object exists, but it does not", key=key
                     ) from None
@@ -198,10 +199,23 @@ class RetryingStore(Store):
                 inner = None  # a generator that raised is finished
                 raise
 
-        retrying = self._retrying()
-        while (info := retrying(advance)) is not None:
+        # A budget for each step, begun when it fails: one for the whole listing would be spent by its sheer length.
+        while (info := self._advance(advance)) is not None:
             last = info.key
             yield info
+
+    def _advance(self, advance: Callable[[], ObjectInfo | None]) -> ObjectInfo | None:
+        try:
+            return advance()
+        except RETRIED as error:
+            first: list[StoreError] = [error]
+
+        def again() -> ObjectInfo | None:
+            if first:  # the attempt that has failed already counts as the first one
+                raise first.pop()
+            return advance()
+
+        return self._call(again)
 
     def delete(self, key: str) -> None:
         """`delete`, repeated: an absent object is success."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from txstore.catalog import Entry, newest
-from txstore.decisions import is_retired, walk_slots
+from txstore.decisions import is_retired, read_decision, walk_slots
 from txstore.errors import AlreadyExistsError, CheckpointNotFound, ConfigError, FormatError, NotFoundError
 from txstore.keys import DATA_PREFIX, attempt_prefix, begin_key, parse_attempt, retired_key
 from txstore.manifest import DECISION_MAX_BYTES, Decision, Tombstone, decode_begin, encode
@@ -93,10 +93,13 @@ def retire(store: Store, decision: Decision, *, reason: str = "retention", prote
         protect: Transaction ids that must stay: pinned, or resumed from.
 
     Raises:
-        ConfigError: It is the newest commit, or protected.
+        ConfigError: It is the newest commit, or protected, or not the decision that this store holds in its slot.
     """
     if decision.kind != "commit":
         raise ConfigError("only a commit can be retired", key=decision.txn)
+    # A tombstone names a slot: one made from another store's decision would take back the commit that lies here.
+    if read_decision(store, decision.checkpoint, decision.slot) != decision:
+        raise ConfigError(f"{decision.checkpoint}.{decision.slot} is another decision here", key=decision.checkpoint)
     if decision.txn in set(protect) or _is_newest(store, decision):
         raise ConfigError(
             f"{decision.checkpoint}.{decision.slot} is the newest checkpoint, or protected", key=decision.checkpoint
@@ -112,13 +115,15 @@ def retire(store: Store, decision: Decision, *, reason: str = "retention", prote
 def expired(entries: Sequence[Entry], *, keep_last: int, protect: Iterable[str] = ()) -> list[Decision]:
     """Which commits a retention of the newest `keep_last` checkpoints takes back; pure.
 
-    Superseded commits go too. `entries` are those of `catalog.entries`, by ascending step.
+    Superseded commits go too. A checkpoint whose name carries no step has no place in the order, so it stays until it
+    is retired by name. `entries` are those of `catalog.entries`, by ascending step.
     """
     if keep_last < 1:
         raise ConfigError(f"keep_last={keep_last} would remove the newest checkpoint")
     kept = set(protect)
     standing = [entry.decision for entry in entries if entry.state == "committed"]
     kept.update(decision.txn for decision in standing[-keep_last:])
+    kept.update(decision.txn for decision in standing if decision.step is None)
     live = [entry.decision for entry in entries if entry.state in {"committed", "superseded"}]
     return [decision for decision in live if decision.txn not in kept]
 

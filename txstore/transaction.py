@@ -41,6 +41,7 @@ from txstore.keys import (
     index_key,
     manifest_key,
     new_txn,
+    parse_attempt,
     shard_key,
     step_of,
 )
@@ -56,7 +57,9 @@ from txstore.manifest import (
     ShardRef,
     StoreFormat,
     Totals,
-    check_index,
+    decode_decision,
+    decode_index,
+    decode_manifest,
     encode,
     encode_index,
 )
@@ -214,18 +217,59 @@ class Transaction:
 
         Raises:
             IntegrityError: A shard is missing or has the wrong size or checksum. Nothing was committed.
+            PlanMismatch, FormatError: The shards or the index are impossible. Nothing was committed.
             Conflict: Another transaction committed this checkpoint meanwhile.
             Aborted: Somebody aborted this transaction.
             CommitUnknown: It may have been committed; ask `resolve`. Nothing was deleted.
         """
         if not self._open:
             raise TransactionStateError("this transaction has ended", key=self.ticket.txn)
+        self._check_plan(shards, index)
+        self._look_at_all(shards, visibility or Visibility())
+        index_data = encode_index(index)
+        manifest = self._manifest(shards, index, index_data, software or {}, description or Description())
+        manifest_data = encode(manifest)
+        build = self._decision(manifest, manifest_data)
+        # Read as a reader will, before anything is published: an acknowledged commit must be readable.
+        decision = build(0)
         ticket = self.ticket
-        for shard in shards:
-            _look_at(self._store, shard, visibility or Visibility())
+        key = decision_key(ticket.checkpoint, 0)
+        decode_decision(encode(decision), key, checkpoint=ticket.checkpoint, slot=0)
+        decode_index(index_data, decode_manifest(manifest_data, decision))
+        # One try: a second call would put another manifest, and a delayed request of the first could replace it later.
+        self._open = False
+        self._store.put(manifest.index.key, BytesSource(index_data))
+        self._store.put(manifest_key(ticket.checkpoint, ticket.txn), BytesSource(manifest_data))
+        decision = _claim(self._store, build, self._must_stop)
+        _point_at(self._store, decision)
+        return decision
+
+    def _check_plan(self, shards: Sequence[Shard], index: Index) -> None:
+        own = (self.ticket.checkpoint, self.ticket.txn)
         if [(file.key, file.size) for file in index.files] != [(shard.key, shard.size) for shard in shards]:
-            raise PlanMismatch("the index names other files than were written", key=ticket.checkpoint)
-        check_index(index, index_key(ticket.checkpoint, ticket.txn))
+            raise PlanMismatch("the index names other files than were written", key=self.ticket.checkpoint)
+        for shard in shards:
+            if parse_attempt(shard.key) != own:  # it would be swept away together with the attempt that wrote it
+                raise PlanMismatch("a shard belongs to another transaction", key=shard.key, rank=shard.rank)
+
+    def _look_at_all(self, shards: Sequence[Shard], visibility: Visibility) -> None:
+        try:
+            for shard in shards:
+                _look_at(self._store, shard, visibility)
+        except IntegrityError:
+            for found in walk_slots(self._store, self.ticket.checkpoint):
+                if found.txn == self.ticket.txn:
+                    self._must_stop(found)  # a sweep took it: say so, instead of "missing"
+            raise
+
+    def _manifest(
+        self,
+        shards: Sequence[Shard],
+        index: Index,
+        index_data: bytes,
+        software: dict[str, str],
+        description: Description,
+    ) -> Manifest:
         tensors = sum(not isinstance(item, ObjectRecord) for item in index.items)
         totals = Totals(
             sum(shard.size for shard in shards),
@@ -234,23 +278,19 @@ class Transaction:
             len(index.items) - tensors,
             self._world_size,
         )
-        manifest = Manifest(
+        ticket = self.ticket
+        return Manifest(
             checkpoint=ticket.checkpoint,
             step=step_of(ticket.checkpoint),
             txn=ticket.txn,
             writer=self._writer,
             created_at=_now(),
-            software=software or {},
+            software=software,
             totals=totals,
-            index=self._put(index_key(ticket.checkpoint, ticket.txn), encode_index(index)),
+            index=FileRef(index_key(ticket.checkpoint, ticket.txn), len(index_data), sha256_hex(index_data)),
             shards=tuple(ShardRef(shard.key, shard.rank, shard.size, shard.crc32c) for shard in shards),
-            description=description or Description(),
+            description=description,
         )
-        ref = self._put(manifest_key(ticket.checkpoint, ticket.txn), encode(manifest))
-        self._open = False  # from here on the outcome is the store's
-        decision = _claim(self._store, self._decision(ref, totals), self._must_stop)
-        _point_at(self._store, decision)
-        return decision
 
     def abort(self) -> Decision:
         """Make sure that this transaction never commits, unless it already has.
@@ -264,11 +304,9 @@ class Transaction:
         self._open = False
         return claim_abort(self._store, self.ticket.checkpoint, self.ticket.txn, writer=self._writer)
 
-    def _put(self, key: str, data: bytes) -> FileRef:
-        self._store.put(key, BytesSource(data))
-        return FileRef(key, len(data), sha256_hex(data))
-
-    def _decision(self, ref: FileRef, totals: Totals) -> Callable[[int], Decision]:
+    def _decision(self, manifest: Manifest, manifest_data: bytes) -> Callable[[int], Decision]:
+        key = manifest_key(self.ticket.checkpoint, self.ticket.txn)
+        ref = FileRef(key, len(manifest_data), sha256_hex(manifest_data))
         decided_at = _now()  # taken once: every retry sends the same bytes
         return lambda slot: Decision(
             kind="commit",
@@ -279,7 +317,7 @@ class Transaction:
             writer=self._writer,
             decided_at=decided_at,
             manifest=ref,
-            totals=totals,
+            totals=manifest.totals,
         )
 
     def _must_stop(self, found: Decision) -> None:
@@ -351,7 +389,8 @@ def _confirm(store: Store, found: Decision) -> Decision:
         store.create(key, encode(found))
     except AlreadyExistsError:
         return found
-    except OutcomeUnknownError as error:
+    except StoreError as error:
+        # A refusal too: the record is there, so "it failed" would be wrong, and "it stands" is not sure.
         raise _unknown(found, key, error.message) from error
     return found
 
@@ -393,7 +432,10 @@ def claim_abort(store: Store, checkpoint: str, txn: str, *, writer: str | None =
             decided_at=decided_at,
         )
 
-    return _claim(store, build, lambda _found: None)
+    try:
+        return _claim(store, build, lambda _found: None)
+    except StoreError as error:
+        raise _unknown(build(0), decision_key(checkpoint, 0), error.message) from error
 
 
 def resolve(store: Store, checkpoint: str, txn: str, *, force: bool = False) -> Decision | None:
@@ -407,6 +449,10 @@ def resolve(store: Store, checkpoint: str, txn: str, *, force: bool = False) -> 
 
     Returns:
         The commit or the abort that settles it; None if undecided and not `force`.
+
+    Raises:
+        CommitUnknown: No answer could be had.
+        StoreError: The decisions could not be read.
     """
     for decision in walk_slots(store, checkpoint):
         if decision.txn == txn:
