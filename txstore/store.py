@@ -27,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, runtime_checkable
 
 from txstore.checksum import BLOCK_BYTES, Buffer, combine, crc32c
 from txstore.errors import PlanMismatch
@@ -49,6 +49,32 @@ class ObjectInfo:
     size: int
     crc32c: int | None = None
     modified_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What an interrupted write left in the store: invisible to `list`, but not free.
+
+    Attributes:
+        key: Where it lies; under the attempt that it was written for. Not an object's key.
+        size: Bytes that it occupies.
+        modified_s: Seconds since the epoch by the store's clock.
+    """
+
+    key: str
+    size: int
+    modified_s: float
+
+
+@runtime_checkable
+class KeepsUnfinished(Protocol):
+    """An optional power of a backend whose interrupted writes leave something behind (files, uploaded parts)."""
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """What interrupted, or still running, writes hold below `prefix`, in ascending order of key."""
+
+    def discard(self, unfinished: Unfinished) -> None:
+        """Free it. A write that still goes on fails cleanly; an absent one is success."""
 
 
 class Source(ABC):

@@ -21,7 +21,8 @@ from txstore.decisions import is_retired, read_decision, walk_slots
 from txstore.errors import AlreadyExistsError, CheckpointNotFound, ConfigError, FormatError, NotFoundError
 from txstore.keys import DATA_PREFIX, attempt_prefix, begin_key, parse_attempt, retired_key
 from txstore.manifest import DECISION_MAX_BYTES, Decision, Tombstone, decode_begin, encode
-from txstore.store import ObjectInfo, Store
+from txstore.retry import RetryingStore
+from txstore.store import KeepsUnfinished, ObjectInfo, Store
 from txstore.transaction import claim_abort
 
 GRACE_FLOOR_S = 24 * 3600.0
@@ -33,14 +34,15 @@ class Orphan:
     """An attempt whose data no decision needs.
 
     Attributes:
-        why: ``retired`` (its commit has a tombstone), ``aborted``, or ``undecided`` and past the grace.
+        why: ``retired`` (its commit has a tombstone), ``aborted``, ``undecided`` and past the grace, or
+            ``unfinished``: what interrupted writes left, past the grace or of a dead attempt.
     """
 
     checkpoint: str
     txn: str
     keys: int
     bytes: int
-    why: Literal["retired", "aborted", "undecided"]
+    why: Literal["retired", "aborted", "undecided", "unfinished"]
 
 
 def sweep(
@@ -80,7 +82,29 @@ def sweep(
                 continue  # it committed while we looked
             _delete_attempt(store, checkpoint, txn)
         removed.append(Orphan(checkpoint, txn, len(objects), sum(info.size for info in objects), why))
-    return removed
+    return removed + _sweep_unfinished(store, grace_s=grace_s, dry_run=dry_run, now_s=clock())
+
+
+def _sweep_unfinished(store: Store, *, grace_s: float, dry_run: bool, now_s: float) -> list[Orphan]:
+    """Free what interrupted writes left: of a dead attempt at once, else past the grace.
+
+    A rank that was killed in the middle of a shard leaves gigabytes that no listing shows.
+    """
+    backend = store.inner if isinstance(store, RetryingStore) else store
+    if not isinstance(backend, KeepsUnfinished):
+        return []
+    dead: dict[tuple[str, str], bool] = {}
+    sizes: dict[tuple[str, str], list[int]] = {}
+    for left in list(backend.unfinished("")):
+        attempt = parse_attempt(left.key) or ("", "")
+        if attempt[0] and attempt not in dead:
+            dead[attempt] = _why_orphan(store, *attempt) in {"retired", "aborted"}
+        if not dead.get(attempt) and now_s - left.modified_s < grace_s:
+            continue
+        if not dry_run:
+            backend.discard(left)
+        sizes.setdefault(attempt, []).append(left.size)
+    return [Orphan(*attempt, len(each), sum(each), "unfinished") for attempt, each in sizes.items()]
 
 
 def retire(store: Store, decision: Decision, *, reason: str = "retention", protect: Iterable[str] = ()) -> None:

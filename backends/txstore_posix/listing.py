@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from txstore.errors import FormatError
 from txstore.keys import check_key
-from txstore.store import ObjectInfo
+from txstore.store import ObjectInfo, Unfinished
 from txstore_posix.errors import translate
 
 _log = logging.getLogger(__name__)
@@ -49,6 +49,30 @@ def _walk(path: str, base: str, prefix: str, start_after: str) -> Iterator[Objec
         except OSError as error:
             raise translate(error, base + name, "list") from error
         yield ObjectInfo(base + name, status.st_size, None, status.st_mtime)
+
+
+def temporaries(root: str, prefix: str, leading: str) -> Iterator[Unfinished]:
+    """Files in flight below `root`: those whose name begins with `leading`, in ascending order of key."""
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise translate(error, prefix, "list") from error
+
+    found = []
+    for path, _, names in os.walk(root, onerror=fail):
+        folder = os.path.relpath(path, root)
+        for name in names:
+            key = name if folder == "." else f"{folder}/{name}"
+            if name.startswith(leading) and key.startswith(prefix):
+                found.append((key, os.path.join(path, name)))
+    for key, path in sorted(found):
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            continue  # its write ended
+        except OSError as error:
+            raise translate(error, key, "list") from error
+        yield Unfinished(key, status.st_size, status.st_mtime)
 
 
 def _wanted(entry: os.DirEntry[str], base: str, prefix: str, start_after: str) -> str | None:

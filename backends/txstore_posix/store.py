@@ -7,15 +7,23 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from txstore.errors import NotFoundError
+from txstore.errors import FormatError, NotFoundError
 from txstore.keys import DATA_PREFIX, check_key
-from txstore.store import BytesSource, ObjectInfo, Source, Store
+from txstore.store import BytesSource, ObjectInfo, Source, Store, Unfinished
 from txstore_posix import listing
 from txstore_posix.config import PosixConfig
-from txstore_posix.durability import StagedFile, sync_directory
+from txstore_posix.durability import TEMPORARY_PREFIX, StagedFile, sync_directory
 from txstore_posix.errors import ABSENT, translate, translate_publish, unknown
 from txstore_posix.mounts import refuse_object_mount
 from txstore_posix.syscalls import Syscalls
+
+
+@contextmanager
+def _translated(key: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise translate(error, key, "unlink of a temporary file") from error
 
 
 class PosixStore(Store):
@@ -102,6 +110,20 @@ class PosixStore(Store):
             with suppress(OSError):
                 os.close(directory)
         self._prune(key)
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """Temporary files of writes that were killed, or still run; see `KeepsUnfinished`."""
+        self._check_mount(self._root, prefix)
+        yield from listing.temporaries(self._root, prefix, TEMPORARY_PREFIX)
+
+    def discard(self, unfinished: Unfinished) -> None:
+        """Unlink a temporary file, and its directory if that is empty then."""
+        folder, _, name = unfinished.key.rpartition("/")
+        if not name.startswith(TEMPORARY_PREFIX):
+            raise FormatError("not a temporary file of this store", key=unfinished.key)
+        with suppress(FileNotFoundError), _translated(unfinished.key):
+            os.unlink(os.path.join(self._root, check_key(folder) if folder else "", name))
+        self._prune(unfinished.key)
 
     def close(self) -> None:
         """Nothing is held open."""
