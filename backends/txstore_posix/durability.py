@@ -278,18 +278,15 @@ def open_directory(calls: Syscalls, path: str) -> tuple[int, list[str]]:
 
 def _make_directories(calls: Syscalls, path: str) -> list[str]:
     missing = [path]
+    while not os.path.lexists(parent := os.path.dirname(missing[-1])):
+        missing.append(parent)
     made = []
-    while missing:
-        try:
-            calls.mkdir(missing[-1])
-        except FileExistsError:
-            pass
-        except FileNotFoundError:
-            missing.append(os.path.dirname(missing[-1]))
-            continue
-        else:
-            made.append(missing[-1])
-        missing.pop()
+    # One pass down, which ends where it meets a dangling link or a pruned directory; the caller looks again.
+    with suppress(FileNotFoundError):
+        for directory in reversed(missing):
+            with suppress(FileExistsError):
+                calls.mkdir(directory)
+                made.append(directory)
     return made
 
 
