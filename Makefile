@@ -30,14 +30,26 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-# Written last, so that an interrupted set-up is repeated. The second branch serves systems that split ensurepip off.
+# The stamp is written last, so that an interrupted set-up is repeated.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "txstore needs Python >= 3.11, got " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
 	@rm -f $(STAMP)
-	@echo "setting up $(VENV) (the first time takes minutes: PyTorch is large)"
-	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
+	@$(MAKE_VENV)
 	$(BIN)/python -m pip install -qq --no-input -c constraints.txt -e '.[torch,test]'
 	@echo "$(CURDIR)" > $(STAMP)
+
+# An environment of another Python, or one that was moved here, is made anew: updated in place it would be half of each.
+# `--without-pip` serves systems that split ensurepip off.
+define MAKE_VENV
+who='import sys; print(sys.base_prefix, sys.version)'; \
+if test "$$($(BIN)/python -c "$$who" 2>/dev/null)" != "$$($(PYTHON) -c "$$who")" \
+|| ! grep -qF "$(CURDIR)/$(VENV)" $(BIN)/activate || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	echo "setting up $(VENV) (the first time takes minutes: PyTorch is large)"; \
+	rm -rf $(VENV); \
+	$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 \
+	|| { $(PYTHON) -m venv --without-pip --clear $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }; \
+fi
+endef
 
 demo: setup
 	@$(BIN)/python examples/demo/run.py --dir '$(DEMO_DIR)' $(if $(URL),--url '$(URL)') $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +70,9 @@ class Text:
     """Windows of the corpus in an order that depends on the epoch alone, so that a cursor is all there is to save."""
 
     def __init__(self, context: int) -> None:
-        self._data = torch.frombuffer(bytearray(CORPUS.read_bytes()), dtype=torch.uint8).long()
+        data = CORPUS.read_bytes()
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        self._data = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
         self._context = context
         self.windows = (len(self._data) - 1) // context
 

@@ -34,6 +34,7 @@ from txstore import open_store
 from txstore.catalog import newest
 from txstore.dcp import StorageReader, StorageWriter
 from txstore.errors import CheckpointNotFound
+from txstore.manifest import Description, Progress
 
 BATCH = 8
 SEED = 7
@@ -96,6 +97,13 @@ class Trainer:
         dist.all_reduce(mean)
         return {"step": self.step, "loss": mean.item() / self.world, "rate": rate, "cursor": self.cursor}
 
+    def describe(self) -> Description:
+        """What `txstore show` tells about a checkpoint, without torch."""
+        progress = Progress(global_step=self.step, epoch=self.cursor // self.text.windows, consumed_samples=self.cursor)
+        return Description(
+            progress=progress, topology={"dp": self.world}, fingerprints={"dataset": f"sha256:{self.text.sha256}"}
+        )
+
     def fingerprint(self) -> str:
         """sha256 over all parameters, gathered: equal only if every bit is."""
         digest = hashlib.sha256()
@@ -115,9 +123,9 @@ class BackgroundSaves:
         self._group = dist.new_group(backend="gloo")
         self._last: Future[Any] | None = None
 
-    def start(self, checkpoint: str, state: dict[str, Any]) -> None:
+    def start(self, checkpoint: str, state: dict[str, Any], description: Description) -> None:
         self.wait()
-        writer = StorageWriter(self._url)
+        writer = StorageWriter(self._url, description=description)
         if checkpoint == self._stop_in and self._stop_marker is not None:
             writer = StopsBeforeCommit(self._url, self._stop_marker)
         self._last = dcp.async_save(state, checkpoint_id=checkpoint, storage_writer=writer, process_group=self._group)
@@ -167,7 +175,7 @@ def train(options: argparse.Namespace) -> None:
     while trainer.step < options.steps:
         log.write(event="step", **trainer.train_step())
         if trainer.step % options.save_every == 0:
-            saves.start(f"step-{trainer.step}", trainer.state_dict())
+            saves.start(f"step-{trainer.step}", trainer.state_dict(), trainer.describe())
     # The last save may still be on its way: without this its error, or its commit, would be lost.
     saves.wait()
     log.write(event="end", step=trainer.step, parameters=trainer.fingerprint())

@@ -12,7 +12,7 @@ import pytest
 
 import txstore
 import txstore_posix
-from txstore.errors import Conflict, TxStoreError
+from txstore.errors import Conflict, StoreFullError, TxStoreError
 
 
 def classes(root: type[TxStoreError]) -> Iterator[type[TxStoreError]]:
@@ -68,6 +68,21 @@ def test_attributes_of_subclasses_survive() -> None:
     error = Conflict("another transaction committed this checkpoint", key="step-1")
     error.winner = "f" * 32
     assert pickle.loads(pickle.dumps(error)).winner == "f" * 32
+
+
+class QuotaError(StoreFullError):
+    """As a backend may define it: with a constructor of its own."""
+
+    def __init__(self, *, limit_bytes: int) -> None:
+        super().__init__(f"the quota of {limit_bytes} bytes is used up", next_step="ask for more")
+        self.limit_bytes = limit_bytes
+
+
+def test_a_class_with_another_constructor_survives() -> None:
+    error = QuotaError(limit_bytes=5).at_rank(1)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is QuotaError
+    assert (str(again), again.__dict__) == (str(error), error.__dict__)
 
 
 def test_the_tree_is_not_empty() -> None:
