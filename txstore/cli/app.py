@@ -40,7 +40,7 @@ app = typer.Typer(
 )
 
 Url = Annotated[
-    str, typer.Argument(metavar="CHECKPOINT", help="The store's root: file:///path, a plain path, or a backend's URL.")
+    str, typer.Argument(metavar="URL", help="The store's root: file:///path, a plain path, or a backend's URL.")
 ]
 Name = Annotated[
     str | None, typer.Argument(metavar="CHECKPOINT", help="Its name, such as step-1000; the newest if left out.")
