@@ -203,8 +203,10 @@ def test_all_damage_is_named_not_the_first_only(store: WatchedStore, decision: D
 def test_a_file_of_noise_is_summed_up(store: WatchedStore) -> None:
     decision = commit_sample(store, "step-40", ranks=1, rows=50 * 1024)
     key = shard_keys(store, decision)[0]
+    data = bytearray(store.read(key))
     for block in range(0, 50, 2):
-        store.edit(key, flip(block * BLOCK_BYTES + 9000))
+        data[block * BLOCK_BYTES + 9000] ^= 1
+    store.edit(key, lambda _: bytes(data))
     report = verify(store, decision)
     assert len(report.problems) == shard_check.MOST_FINDINGS + 1
     assert report.problems[-1].what.startswith("5 more blocks")
@@ -352,6 +354,22 @@ def test_store_damaged_decision_does_not_hide_the_others(store: WatchedStore, de
         assert [one.decision.checkpoint for one in report.reports] == ["step-1", "step-3"]
         assert report.state == "damaged"
         store.edit(key, lambda _, intact=intact: intact)
+
+
+def test_store_no_flipped_bit_in_a_decision_goes_unseen(store: WatchedStore) -> None:
+    """But in `decided_at`, which nothing rests on and no other document repeats."""
+    decision = commit_sample(store, "step-7")
+    key = decision_key("step-7", 0)
+    intact = store.read(key)
+    first = intact.index(decision.decided_at.encode())
+    unchecked = range(first, first + len(decision.decided_at))
+    unseen = []
+    for at in range(len(intact)):
+        for bit in (0, 1, 5):
+            store.edit(key, lambda _, at=at, bit=bit: intact[:at] + bytes([intact[at] ^ 1 << bit]) + intact[at + 1 :])
+            if at not in unchecked and verify_store(store, depth="documents").state != "damaged":
+                unseen.append((at, bit, store.read(key)))
+    assert unseen == []
 
 
 def test_store_swapped_decisions_are_found(store: WatchedStore) -> None:

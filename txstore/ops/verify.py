@@ -249,6 +249,9 @@ class _Run:
                 manifest = decode_manifest(data, self.decision)
         if manifest is None:
             return  # nothing else is named by anything that can be believed
+        if manifest.writer != self.decision.writer:
+            key = decision_key(self.decision.checkpoint, self.decision.slot)
+            self._found(key, Finding("format", "the decision and its manifest name different writers"))
         if (data := self._document(manifest.index)) is not None:
             with self._collected(manifest.index.key):
                 index = decode_index(data, manifest)
