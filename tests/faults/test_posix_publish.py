@@ -263,3 +263,16 @@ def test_a_fifo_under_a_key_is_no_object_and_does_not_hang(traced, tmp_path):
     with pytest.raises(TxStoreError):
         store.create("fifo", b"x")
     assert list(store.list("")) == []
+
+
+def test_short_reads_are_continued(traced, monkeypatch):
+    # Linux gives at most 2 GiB less a page at once, and a network file system may give less.
+    store, _ = traced()
+    store.put(KEY, BytesSource(NEW))
+    real_pread, real_preadv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: real_pread(fd, min(size, 3), offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real_preadv(fd, [buffers[0][:3]], offset))
+    buffer = bytearray(len(NEW))
+    assert store.read_into(KEY, 0, memoryview(buffer)) == len(NEW)
+    assert bytes(buffer) == store.read(KEY) == NEW
+    assert store.read(KEY, 1, 8) == NEW[1:9]
