@@ -37,22 +37,15 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"file://{root}"
 
 
-def best_of(times: int, *command: str) -> float:
-    """Wall time in seconds of the fastest run: the others waited for somebody else."""
-    taken = []
-    for _ in range(times):
-        start = time.perf_counter()
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-        taken.append(time.perf_counter() - start)
-    return min(taken)
-
-
 @pytest.mark.parametrize("more", [[], ["--json"], ["--all"]])
 def test_ls_of_500_checkpoints_is_fast(many: str, more: list[str]) -> None:
-    bare = best_of(5, sys.executable, "-c", "pass")
-    taken = best_of(5, SCRIPT, "ls", many, *more)
-    # 0.6 s on the machine this was written on, where a bare interpreter starts in 0.015 s.
-    assert taken < max(0.6, 40 * bare), f"{taken:.3f} s, a bare interpreter {bare:.3f} s"
+    """Process start included. The fastest of several runs counts: the others waited for somebody else's work."""
+    taken = []
+    while len(taken) < 15 and min(taken, default=1) >= 0.6:
+        start = time.perf_counter()
+        subprocess.run([SCRIPT, "ls", many, *more], stdout=subprocess.DEVNULL, check=True)
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < 0.6, taken
 
 
 @pytest.mark.parametrize("args", [["ls"], ["ls", "--json"], ["latest"], ["show"], ["verify", "--depth", "full"]])
@@ -86,17 +79,30 @@ def test_answers_and_exit_codes(script, store: Store, root: Path, url: str) -> N
     assert "hunter22" not in done.err
 
 
-def test_a_broken_pipe_is_quiet_and_keeps_the_code(store: Store, root: Path, url: str, many: str) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_broken_pipe_is_quiet_and_keeps_the_code(
+    store: Store, root: Path, url: str, many: str, unbuffered: str
+) -> None:
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     decision = commit_sample(store, "step-1")
     (root / read_manifest(store, decision).shards[0].key).unlink()
-    for args, code in ((["ls", many], OK), (["ls", many, "--json"], OK), (["verify", url], DAMAGED)):
+    for args, code in (
+        (["ls", many], OK),
+        (["ls", many, "--json"], OK),
+        (["latest", many], OK),
+        (["verify", url], DAMAGED),
+    ):
         # The reader is gone before anything is written: the hardest case of `txstore ls | head -1`.
         read_end, write_end = os.pipe()
         os.close(read_end)
-        done = subprocess.run([SCRIPT, *args], stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            [SCRIPT, *args], stdout=write_end, stderr=subprocess.PIPE, text=True, env=env, check=False
+        )
         os.close(write_end)
         assert (done.returncode, done.stderr) == (code, "")
-    piped = subprocess.run(f"{SCRIPT} ls {many} | head -1", shell=True, capture_output=True, text=True, check=False)
+    piped = subprocess.run(
+        f"{SCRIPT} ls {many} | head -1", shell=True, capture_output=True, text=True, env=env, check=False
+    )
     assert piped.stdout.startswith("CHECKPOINT")
     assert piped.stderr == ""
 

@@ -276,13 +276,17 @@ def test_a_refused_shard_is_unreadable_not_damaged(store: WatchedStore, decision
 
 
 def test_a_store_that_stops_answering_is_an_error(store: WatchedStore, decision: Decision) -> None:
+    asked: list[str] = []
+
     def hang_up(key: str, start: int) -> None:
+        asked.append(key)
         store.silent = True
         raise TransientError("connection reset", key=key)
 
     store.before_read = hang_up
     with pytest.raises(TransientError):
         verify(store, decision)
+    assert len(asked) == 1, "each further object would take a retry budget of its own"
 
 
 def test_a_bad_sector_is_not_a_store_that_stopped_answering(store: WatchedStore, decision: Decision) -> None:

