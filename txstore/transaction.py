@@ -258,8 +258,8 @@ class Transaction:
                 _look_at(self._store, shard, visibility)
         except IntegrityError:
             for found in walk_slots(self._store, self.ticket.checkpoint):
-                if found.txn == self.ticket.txn:
-                    self._must_stop(found)  # a sweep took it: say so, instead of "missing"
+                if found.kind == "abort":  # if of this transaction, a sweep took the shard: say so, not "missing"
+                    self._must_stop(found)
             raise
 
     def _manifest(

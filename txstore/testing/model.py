@@ -281,12 +281,15 @@ class Explorer:
         events = 0
         while queue:
             state = queue.popleft()
-            self._check(state)
-            for label, following in self._successors(state):
-                events += 1
-                if following not in self._parents:
-                    self._parents[following] = (state, label)
-                    queue.append(following)
+            try:
+                self._check(state)
+                for label, following in self._successors(state):
+                    events += 1
+                    if following not in self._parents:
+                        self._parents[following] = (state, label)
+                        queue.append(following)
+            except Broken as broken:
+                self._fail(state, str(broken))
             if len(self._parents) > world.most_states:
                 raise RuntimeError(f"more than {world.most_states} states")
         outcomes: dict[str, set[Outcome]] = {actor.name: set() for actor in world.actors}
@@ -431,21 +434,18 @@ class Explorer:
             for number, actor in enumerate(world.actors)
             if (outcome := self._node(state.nodes[number]).outcome) is not None
         }
-        try:
-            if (state.content, -1, -1) not in self._outcome_ok:
-                world.check_content(content)
-                self._outcome_ok.add((state.content, -1, -1))
-            for number, actor in enumerate(world.actors):
-                key = (state.content, number, state.nodes[number])
-                if actor.name in ended and key not in self._outcome_ok:
-                    world.check_outcome(actor.name, ended[actor.name], self._node(state.nodes[number]).ghost, content)
-                    self._outcome_ok.add(key)
-            rest = (state.content, state.flying, tuple(sorted(ended.items(), key=lambda item: item[0])))
-            if rest not in self._rest_ok:
-                world.check_rest(content, [self._request(number) for number in state.flying], ended)
-                self._rest_ok.add(rest)
-        except Broken as broken:
-            self._fail(state, str(broken))
+        if (state.content, -1, -1) not in self._outcome_ok:
+            world.check_content(content)
+            self._outcome_ok.add((state.content, -1, -1))
+        for number, actor in enumerate(world.actors):
+            key = (state.content, number, state.nodes[number])
+            if actor.name in ended and key not in self._outcome_ok:
+                world.check_outcome(actor.name, ended[actor.name], self._node(state.nodes[number]).ghost, content)
+                self._outcome_ok.add(key)
+        rest = (state.content, state.flying, tuple(sorted(ended.items(), key=lambda item: item[0])))
+        if rest not in self._rest_ok:
+            world.check_rest(content, [self._request(number) for number in state.flying], ended)
+            self._rest_ok.add(rest)
 
     def _fail(self, state: _State, what: str) -> NoReturn:
         trace: list[str] = []

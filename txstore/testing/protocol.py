@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -60,7 +61,7 @@ from txstore.testing.model import Actor, Broken, Content, Outcome, Reply, Reques
 
 CHECKPOINT = "step-1"
 NEWER = "step-2"
-GHOST = "ghost/"
+GHOST, RETIRED = "ghost/", "retired:"
 """Keys that only the model sees: the commits that were decided when an attempt's ``begin.json`` was stored."""
 
 
@@ -78,11 +79,12 @@ def retrying(store: Store) -> RetryingStore:
 @contextmanager
 def deterministic(name: str) -> Iterator[None]:
     """Make the transaction code a function of its replies: ids, names and times are the actor's own."""
+    ticks = count()
     with ExitStack() as stack:
         for attribute, value in (
             ("new_txn", lambda: txn_of(name)),
             ("default_writer", lambda: name),
-            ("_now", lambda: "2026-01-01T00:00:00.000+00:00"),
+            ("_now", lambda: f"2026-01-01T00:00:{next(ticks):02}.000+00:00"),
             ("time", SimpleNamespace(time=lambda: 0.0)),
         ):
             stack.enter_context(mock.patch.object(transaction, attribute, value))
@@ -269,7 +271,8 @@ def apply(content: Content, request: Request) -> tuple[Reply, Content]:
                 raise Broken(f"{key} was {'replaced' if key in after else 'deleted'} (invariant 1)")
     attempt = parse_attempt(request.key)
     if request.verb == "put" and attempt and request.key == begin_key(*attempt):
-        after = {**after, GHOST + attempt[1]: " ".join(decision.txn for decision in _commits(content)).encode()}
+        seen = ((RETIRED if is_retired(content, found) else "") + found.txn for found in _commits(content))
+        after = {**after, GHOST + attempt[1]: " ".join(seen).encode()}
     return reply, after
 
 
@@ -358,6 +361,8 @@ def check_outcome(name: str, outcome: Outcome, ghost: Hashable, content: Content
         raise Broken(f"{name} was told that it was aborted, and no record says so")
     if outcome[0] == "conflict" and outcome[1] not in {d.txn for d in _commits(content) if d.txn != txn_of(name)}:
         raise Broken(f"{name} was told of a conflict with {outcome[1]}, which holds nothing (invariant 3)")
+    if outcome[0] == "conflict" and f"{RETIRED}{outcome[1]}".encode() in content.get(GHOST + txn_of(name), b"").split():
+        raise Broken(f"{name} was told of a conflict with {outcome[1]}, which was retired before {name} began")
     if outcome[0] == "settled" and (outcome[1], outcome[2]) not in {(d.txn, d.kind) for d in decisions(content)}:
         raise Broken(f"{name} was told {outcome!r}, and the records say otherwise (invariant 4)")
     if isinstance(ghost, tuple):
@@ -379,12 +384,13 @@ def _check_reader(name: str, outcome: Outcome, ghost: tuple[Any, ...], content: 
     retired = {(d.checkpoint, d.slot) for d in _commits(content) if is_retired(content, d)}
     if outcome[0] in {"torn", "failed"}:
         raise Broken(f"a reader got {outcome!r} (invariant 6)")
-    if outcome[0] == "nothing" and wanted:
-        raise Broken(f"a reader was told that there is nothing, and {wanted} stood when it began")
+    kept = [name for name in wanted if name not in retired]
+    if outcome[0] == "nothing" and kept:
+        raise Broken(f"a reader was told that there is nothing, and {kept} stood when it began")
     if outcome[0] == "retired" and wanted and len(retired) <= tombstones:
         raise Broken(f"a reader was told of a retirement that had been over when it began; {wanted} stood")
-    if outcome[0] == "loaded" and wanted and outcome[1:] < max(wanted):
-        raise Broken(f"a reader loaded {outcome[1:]!r} although {max(wanted)} stood when it began")
+    if outcome[0] == "loaded" and kept and outcome[1:] < max(kept):
+        raise Broken(f"a reader loaded {outcome[1:]!r} although {max(kept)} stood when it began")
 
 
 def check_rest(content: Content, flying: Sequence[Request], ended: Mapping[str, Outcome]) -> None:
