@@ -34,6 +34,7 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "txstore.dcp",
+    "txstore_posix",
 ]
 
 

@@ -159,8 +159,9 @@ def _encode_header(extents: Sequence[Extent]) -> bytes:
 def pack(extents: Iterable[Extent], target_bytes: int = SHARD_BYTES) -> list[ShardSource]:
     """Distribute extents over files, in order.
 
-    A file takes extents up to `target_bytes` (a larger tensor has a file of its own), names and shapes up to
-    `HEADER_BYTES`, and never two of one name: a safetensors file knows each name once, so several chunks of one tensor go to several files.
+    A file takes extents up to `target_bytes` (a larger tensor has a file of its own), names and shapes up
+    to `HEADER_BYTES`, and never two of one name: a safetensors file knows each name once, so several chunks
+    of one tensor go to several files.
     """
     files: list[list[Extent]] = []
     sizes: list[int] = []
