@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from txstore.errors import StoreFullError
+from txstore.errors import AccessDeniedError, OutcomeUnknownError, StoreFullError
 from txstore.registry import open_store
 from txstore.store import ObjectInfo, Source, Store
 
@@ -131,24 +131,27 @@ class FaultyStore(Store):
         self.inner.close()
 
 
-def raising(error: Callable[[], BaseException]) -> Callable[[Store, str, Callable[[], Any]], Any]:
-    """An action that raises instead of calling."""
+@dataclass(frozen=True)
+class Raise:
+    """An action that raises one of `ERRORS` instead of calling; picklable, whatever it raises."""
 
-    def action(store: Store, key: str, call: Callable[[], Any]) -> Any:
-        raise error()
+    name: str
 
-    return action
+    def __call__(self, store: Store, key: str, call: Callable[[], Any]) -> Any:
+        error = ERRORS[self.name]()
+        raise error
 
 
-def killing(*, after: bool) -> Callable[[Store, str, Callable[[], Any]], Any]:
+@dataclass(frozen=True)
+class Kill:
     """An action that kills this process before or after the call."""
 
-    def action(store: Store, key: str, call: Callable[[], Any]) -> Any:
-        if after:
+    after: bool
+
+    def __call__(self, store: Store, key: str, call: Callable[[], Any]) -> Any:
+        if self.after:
             call()
         os.kill(os.getpid(), signal.SIGKILL)
-
-    return action
 
 
 def path_of(url: str, key: str) -> str:
@@ -163,4 +166,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "locked-store": lambda: LockedStoreError("planted"),
     "bare": lambda: BareError("planted"),
     "oserror": lambda: OSError(5, "planted"),
+    "full": lambda: StoreFullError("planted: no space left"),
+    "denied": lambda: AccessDeniedError("planted: read-only"),
+    "lost": lambda: OutcomeUnknownError("planted: no reply"),
 }
