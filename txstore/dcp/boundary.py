@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -45,14 +46,31 @@ def at_boundary(
             except TxStoreError as error:
                 if self.rank is not None:
                     error.at_rank(self.rank)
+                if _travels(error):
+                    raise
+                raise _native(type(error))(describe(error), key=error.key, rank=error.rank) from error
+            except (KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
-            except Exception as error:
+            except BaseException as error:
                 # Text only: the foreign object may hold a lock, a socket or a traceback.
                 raise wrap(f"{method.__name__} failed: {describe(error)}", rank=self.rank) from error
 
         return guarded
 
     return decorate
+
+
+def _travels(error: TxStoreError) -> bool:
+    """Whether an error arrives on another rank: a third party's subclass may hold more than text."""
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)  # noqa: S301 - our own bytes
+    except Exception:  # noqa: BLE001 - whatever a foreign class does when it is pickled
+        return False
+
+
+def _native(kind: type[TxStoreError]) -> type[TxStoreError]:
+    """The nearest class of `txstore.errors` above a foreign subclass."""
+    return next(base for base in kind.__mro__ if base.__module__ == TxStoreError.__module__)
 
 
 def connect(store: str | os.PathLike[str] | Store, retry: RetryPolicy | None, options: dict[str, object]) -> Store:
@@ -80,3 +98,19 @@ def checkpoint_name(store: Store, checkpoint_id: str | os.PathLike[str], options
             next_step="open the store that holds the checkpoint, or pass its name only",
         )
     return check_checkpoint(name)
+
+
+def asked_name(
+    store: Store, checkpoint_id: str | os.PathLike[str], options: dict[str, object], wrap: type[TxStoreError]
+) -> str | TxStoreError:
+    """As `checkpoint_name`, but an error is returned: DCP calls `reset` outside its collectives.
+
+    Raised there on one rank, it would leave the other ranks waiting; it is raised in the first step that
+    DCP runs on all ranks.
+    """
+    try:
+        return checkpoint_name(store, checkpoint_id, options)
+    except TxStoreError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - a foreign backend's, or not a path at all
+        return wrap(f"not a checkpoint_id: {describe(error)}")

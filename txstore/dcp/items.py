@@ -65,14 +65,16 @@ def _extent(item: WriteItem, planner: SavePlanner) -> tuple[Extent, int]:
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
             raise PlanMismatch(f"{item.index.fqn!r} was planned as bytes", key=item.index.fqn)
-        _warn_if_unsafe(item.index.fqn, data)
+        _warn_if_unsafe(item.index.fqn, data.getvalue())
         return payload_extent(name, BytesSource(data.getvalue())), 0
     if not isinstance(data, torch.Tensor):
         raise PlanMismatch(f"{item.index.fqn!r} was planned as a tensor", key=item.index.fqn)
     check_storable(data, item.index.fqn)
     _check_planned(item, data)
     if not is_plain(data):
-        return payload_extent(name, BytesSource(serialise(data))), 1
+        payload = serialise(data)
+        _warn_if_unsafe(item.index.fqn, payload)
+        return payload_extent(name, BytesSource(payload)), 1
     source = TensorSource(_resolver(planner, item), data.numel() * data.element_size())
     return tensor_extent(
         name,
@@ -105,8 +107,8 @@ def _check_planned(item: WriteItem, tensor: torch.Tensor) -> None:
         )
 
 
-def _warn_if_unsafe(fqn: str, payload: io.BytesIO) -> None:
-    if not is_safe(payload.getvalue()):
+def _warn_if_unsafe(fqn: str, payload: bytes) -> None:
+    if not is_safe(payload):
         log.warning(
             "%r is an object outside torch's weights_only allow-list: loading it will need "
             "torch.serialization.add_safe_globals or StorageReader(..., trust_objects=True)",

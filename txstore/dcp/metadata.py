@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -173,9 +174,11 @@ def _properties(item: TensorRecord, key: str) -> TensorProperties:
 
 def _encodable(metadata: Metadata) -> bool:
     """Whether all names are valid Unicode; a lone surrogate, legal in a Python str, is not."""
+    paths = metadata.planner_data.values() if isinstance(metadata.planner_data, dict) else ()
+    parts = (part for path in paths if isinstance(path, tuple) for part in path if isinstance(part, str))
     try:
-        for fqn in metadata.state_dict_metadata:
-            fqn.encode()
+        for text in chain(metadata.state_dict_metadata, parts):
+            text.encode()
     except UnicodeEncodeError:
         return False
     return True

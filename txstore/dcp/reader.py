@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader as DcpStorageRead
 from torch.futures import Future
 
 from txstore.catalog import find, newest
-from txstore.dcp.boundary import at_boundary, checkpoint_name, connect
+from txstore.dcp.boundary import asked_name, at_boundary, connect
 from txstore.dcp.metadata import build_metadata
 from txstore.dcp.scatter import Scatter
 from txstore.decisions import read_index, read_manifest
@@ -97,6 +97,7 @@ class StorageReader(DcpStorageReader):
         self._threads = threads
         self._options = options
         self._name: str | None = None
+        self._refusal: TxStoreError | None = None
         self._rank: int | None = None
         self._index: Index | None = None
         self._metadata: Metadata | None = None
@@ -117,16 +118,25 @@ class StorageReader(DcpStorageReader):
         """Whether this could name a checkpoint."""
         return bool(os.fspath(checkpoint_id))
 
-    @at_boundary(LoadError)
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read another checkpoint: a name in the store, or a full URL below its root."""
-        self.decision = self._index = self._metadata = self._rank = None
-        self._name = None if checkpoint_id is None else checkpoint_name(self.store, checkpoint_id, self._options)
+        """Name the checkpoint of the next load: a name in the store, or a full URL below its root.
+
+        A wrong one is refused by `set_up_storage_reader`, on all ranks.
+        """
+        self.decision = self._index = self._metadata = self._rank = self._name = self._refusal = None
+        if checkpoint_id is not None:
+            asked = asked_name(self.store, checkpoint_id, self._options, LoadError)
+            if isinstance(asked, TxStoreError):
+                self._refusal = asked
+            else:
+                self._name = asked
 
     # Not named kwargs: DCP would take that name as an offer to read metadata rank by rank, without collectives.
     def read_metadata(self, *args: Any, **unused: Any) -> Metadata:  # noqa: ARG002 - DCP's signature
         """Find the commit and read its manifest and index. Each call looks again: nothing is cached."""
-        self._rank = None
+        self._rank = self.decision = None
+        if self._refusal is not None:
+            return _Unreadable(self._refusal)
         try:
             return self._read_metadata()
         except TxStoreError as error:
@@ -148,6 +158,8 @@ class StorageReader(DcpStorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - DCP's signature
         """Learn the rank; raise what `read_metadata` found wrong."""
         self._rank = kwargs.get("rank", 0)
+        # A name holds for one load: the next one, if it names none, means the newest and not this one again.
+        self._name = self._refusal = None
         if isinstance(metadata, _Unreadable):
             raise metadata.reason
         self._metadata = metadata
@@ -190,7 +202,8 @@ class StorageReader(DcpStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Every rank: read what the plan asks for into the target state.
 
-        All targets are compared with the saved dtypes before the first byte is written to any of them.
+        All targets are compared with the saved dtypes, and all objects have passed the gate, before the
+        first byte is written to any target.
         """
         choice, mine = plan.storage_data, self._choice()
         if choice != mine or self._index is None or self._metadata is None or self.decision is None:
@@ -201,7 +214,9 @@ class StorageReader(DcpStorageReader):
             )
         scatter = Scatter(plan.items, planner, self._metadata.storage_data, trust_objects=self._trust_objects)
         reader = BlockReader(self.store, self.decision, self._index, workers=self._threads)
-        reader.read_all(scatter.wanted)
+        reader.read_all(scatter.payloads)
+        scatter.open_payloads()
+        reader.read_all(scatter.tensors)
         scatter.finish()
         future: Future[None] = Future()
         future.set_result(None)

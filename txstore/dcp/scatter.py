@@ -25,7 +25,8 @@ class Scatter:
     Building it compares every target with what was saved; nothing is changed until bytes arrive.
 
     Attributes:
-        wanted: What to read.
+        payloads: What to read first: objects, and tensors that are more than their memory.
+        tensors: What to read into the targets, once the payloads have been accepted.
 
     Raises:
         StateMismatch: A target has another dtype or shape than was saved.
@@ -39,18 +40,20 @@ class Scatter:
         *,
         trust_objects: bool,
     ) -> None:
-        self.wanted: list[Wanted] = []
+        self.payloads: list[Wanted] = []
+        self.tensors: list[Wanted] = []
         self._planner = planner
         self._trust_objects = trust_objects
         self._targets: list[tuple[ReadItem, torch.Tensor]] = []
-        self._payloads: list[tuple[ReadItem, bytearray]] = []
+        self._objects: list[tuple[ReadItem, bytearray]] = []
         self._serialised: list[tuple[ReadItem, torch.Tensor, bytearray]] = []
+        self._opened: list[tuple[torch.Tensor, torch.Tensor]] = []
         for item in items:
             at = stored.get(item.storage_index)
             if at is None:
                 raise StateMismatch(f"the checkpoint has no {item.storage_index.fqn!r}", key=item.storage_index.fqn)
             if item.type == LoadItemType.BYTE_IO:
-                self._payloads.append((item, self._want_all(at)))
+                self._objects.append((item, self._want_all(at)))
             else:
                 self._want_tensor(item, at)
 
@@ -58,7 +61,7 @@ class Scatter:
         payload = bytearray(at.where.length)
         if payload:
             stop = at.where.start + at.where.length
-            self.wanted.append(Wanted(at.where.file, at.where.start, stop, into=memoryview(payload)))
+            self.payloads.append(Wanted(at.where.file, at.where.start, stop, into=memoryview(payload)))
         return payload
 
     def _want_tensor(self, item: ReadItem, at: Stored) -> None:
@@ -80,10 +83,10 @@ class Scatter:
             first = sum(o * s for o, s in zip(box[0], strides_of(chunk.sizes), strict=True)) * at.item.itemsize
             start = chunk.start + first
             stop = start + target.numel() * at.item.itemsize
-            self.wanted.append(Wanted(chunk.file, start, stop, into=as_bytes(target)))
+            self.tensors.append(Wanted(chunk.file, start, stop, into=as_bytes(target)))
             return
         for slab in cut(chunk.sizes, *box, at.item.itemsize, WINDOW_BYTES):
-            self.wanted.append(
+            self.tensors.append(
                 Wanted(
                     chunk.file,
                     chunk.start + slab.start,
@@ -92,23 +95,44 @@ class Scatter:
                 )
             )
 
-    def finish(self) -> None:
-        """Hand tensors and objects to the planner, in plan order, once all bytes have arrived."""
-        for item, target, payload in self._serialised:
-            tensor = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                tensor = tensor.narrow(dim, offset, length)
-            target.copy_(tensor)
-            if tensor.is_quantized and not torch.equal(target.dequantize(), tensor.dequantize()):
-                # copy_ keeps the target's quantizer: the stored integers would mean other values.
-                name = item.dest_index.fqn
-                raise StateMismatch(f"{name!r} was saved with another quantizer than the target has", key=name)
-        for item, target in self._targets:
-            self._planner.commit_tensor(item, target)
-        for item, payload in self._payloads:
+    def open_payloads(self) -> None:
+        """Judge all payloads, once they have arrived; no target has been changed yet.
+
+        Raises:
+            UnsafeObject: One needs code outside the allow-list.
+            StateMismatch: A quantized target would give the stored integers another meaning.
+        """
+        for item, payload in self._objects:
             if not self._trust_objects:
                 gate(item.storage_index.fqn, bytes(payload))
-        for item, payload in self._payloads:
+        for item, target, payload in self._serialised:
+            self._opened.append((target, self._open_tensor(item, target, payload)))
+
+    def _open_tensor(self, item: ReadItem, target: torch.Tensor, payload: bytearray) -> torch.Tensor:
+        name = item.dest_index.fqn
+        if self._trust_objects:
+            tensor = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
+        else:
+            tensor = gate(name, bytes(payload))
+        if not isinstance(tensor, torch.Tensor):
+            raise FormatError(f"the payload of {name!r} is no tensor", key=name)
+        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, offset, length)
+        if tensor.is_quantized:
+            # copy_ keeps the target's quantizer: the stored integers would mean other values.
+            trial = target.clone()
+            trial.copy_(tensor)
+            if not torch.equal(trial.dequantize(), tensor.dequantize()):
+                raise StateMismatch(f"{name!r} was saved with another quantizer than the target has", key=name)
+        return tensor
+
+    def finish(self) -> None:
+        """Hand tensors and objects to the planner, in plan order, once all bytes have arrived."""
+        for target, tensor in self._opened:
+            target.copy_(tensor)
+        for item, target in self._targets:
+            self._planner.commit_tensor(item, target)
+        for item, payload in self._objects:
             self._planner.load_bytes(item, io.BytesIO(payload))
 
 

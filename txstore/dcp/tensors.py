@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from txstore.checksum import Buffer, crc32c
@@ -59,7 +60,7 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
         problem = f"a tensor of layout {dtype_name_of_layout(tensor.layout)}"
     elif tensor.device.type == "meta":
         problem = "a meta tensor, which has no data"
-    elif is_plain(tensor) and tensor.numel() and tensor.data_ptr() == 0:
+    elif isinstance(tensor, FakeTensor) or (is_plain(tensor) and tensor.numel() and tensor.data_ptr() == 0):
         problem = f"a {type(tensor).__name__} without memory of its own"
     if problem:
         raise UnsupportedValue(

@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import txstore
-from txstore.dcp.boundary import at_boundary, checkpoint_name, connect
+from txstore.dcp.boundary import asked_name, at_boundary, connect
 from txstore.dcp.items import lay_out, refuse_early, write_files
 from txstore.dcp.metadata import Location, Placed, all_indices, build_index
-from txstore.errors import ConfigError, PlanMismatch, SaveError, TransactionStateError
+from txstore.errors import ConfigError, PlanMismatch, SaveError, TransactionStateError, TxStoreError
+from txstore.keys import attempt_prefix
 from txstore.manifest import Description
 from txstore.retry import RetryPolicy
 from txstore.shards.layout import SHARD_BYTES
@@ -36,6 +37,7 @@ class _Save:
     """What one save knows on this rank, from `reset` to `finish`."""
 
     checkpoint: str | None = None
+    refusal: TxStoreError | None = None
     rank: int | None = None
     transaction: Transaction | None = None
     planned: list[frozenset[MetadataIndex] | None] = field(default_factory=list)
@@ -65,7 +67,9 @@ class Carrier:
 
 
 def _deliver(ticket: Ticket) -> Carrier:
-    _arrived.ticket = ticket
+    # The first to arrive after `prepare_local_plan`: a planner may go on to copy plans of earlier saves.
+    if _arrived.ticket is None:
+        _arrived.ticket = ticket
     return Carrier(ticket)
 
 
@@ -150,12 +154,18 @@ class StorageWriter(DcpStorageWriter):
         """Whether this could name a checkpoint."""
         return bool(os.fspath(checkpoint_id))
 
-    @at_boundary(SaveError)
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save of another checkpoint: a name in the store, or a full URL below its root."""
-        self._saves.save = _Save()
+        """Begin a save of another checkpoint: a name in the store, or a full URL below its root.
+
+        A wrong one is refused by `set_up_storage_writer`, on all ranks.
+        """
+        save = self._saves.save = _Save()
         if checkpoint_id is not None:
-            self._save.checkpoint = checkpoint_name(self.store, checkpoint_id, self._options)
+            asked = asked_name(self.store, checkpoint_id, self._options, SaveError)
+            if isinstance(asked, TxStoreError):
+                save.refusal = asked
+            else:
+                save.checkpoint = asked
 
     @at_boundary(SaveError)
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - DCP's signature
@@ -165,6 +175,8 @@ class StorageWriter(DcpStorageWriter):
         save.transaction = None
         save.planned = []
         _arrived.ticket = None
+        if save.refusal is not None:
+            raise save.refusal
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
                 "use_collectives=False has no coordinator, so nobody could commit",
@@ -177,6 +189,7 @@ class StorageWriter(DcpStorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what the plan alone shows to be impossible, before anything is written."""
         refuse_early(plan.items)
+        _arrived.ticket = None
         return plan
 
     @at_boundary(SaveError)
@@ -240,7 +253,7 @@ class StorageWriter(DcpStorageWriter):
         transaction = save.transaction
         if transaction is None:
             raise TransactionStateError("finish without a transaction")
-        placed = _match(save.planned, results)
+        placed = _match(transaction.ticket, save.planned, results)
         for foreign in placed.keys() - set(all_indices(metadata)):
             raise PlanMismatch(f"a result for {foreign.fqn!r} that the plan does not know", key=foreign.fqn)
         index, shards = build_index(metadata, placed)
@@ -265,7 +278,7 @@ def _with_carrier(plan: SavePlan, carrier: Carrier) -> SavePlan:
 
 
 def _match(
-    planned: Sequence[frozenset[MetadataIndex] | None], results: Sequence[Sequence[WriteResult]]
+    ticket: Ticket, planned: Sequence[frozenset[MetadataIndex] | None], results: Sequence[Sequence[WriteResult]]
 ) -> dict[MetadataIndex, Placed]:
     """Results by item; each rank must have reported exactly its planned items, each once.
 
@@ -274,6 +287,7 @@ def _match(
     """
     if len(planned) != len(results):
         raise PlanMismatch(f"{len(planned)} ranks were planned, {len(results)} reported")
+    prefix = attempt_prefix(ticket.checkpoint, ticket.txn)
     placed: dict[MetadataIndex, Placed] = {}
     for rank, (items, reports) in enumerate(zip(planned, results, strict=True)):
         got = [report.index for report in reports]
@@ -286,10 +300,10 @@ def _match(
             )
         for report in reports:
             at = report.storage_data
-            if not isinstance(at, Placed) or at.length != report.size_in_bytes or at.start + at.length > at.shard.size:
+            if not isinstance(at, Placed) or at.length != report.size_in_bytes or at.start < 0 or at.start + at.length > at.shard.size:
                 raise PlanMismatch(f"rank {rank} reported a wrong size", key=report.index.fqn, rank=rank)
-            if at.shard.rank != rank:
-                raise PlanMismatch(f"rank {rank} reported a file of rank {at.shard.rank}", key=at.shard.key, rank=rank)
+            if at.shard.rank != rank or not at.shard.key.startswith(prefix):
+                raise PlanMismatch(f"rank {rank} reported a file that is not its own", key=at.shard.key, rank=rank)
             if report.index in placed:
                 raise PlanMismatch(f"two ranks wrote {report.index.fqn!r}", key=report.index.fqn, rank=rank)
             placed[report.index] = at

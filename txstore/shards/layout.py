@@ -23,6 +23,9 @@ HEADER_ALIGN_BYTES = 4096
 SHARD_BYTES = 512 << 20
 """Target size of a shard file: large enough to fill a wire, small enough to write several in parallel."""
 
+HEADER_BYTES = 16 << 20
+"""Most bytes of a header, about: readers refuse one above 100 MB, which many small tensors or long names reach."""
+
 SAFETENSORS_DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -156,28 +159,40 @@ def _encode_header(extents: Sequence[Extent]) -> bytes:
 def pack(extents: Iterable[Extent], target_bytes: int = SHARD_BYTES) -> list[ShardSource]:
     """Distribute extents over files, in order.
 
-    A file takes extents up to `target_bytes` (a larger tensor has a file of its own) and never two of one
-    name: a safetensors file knows each name once, so several chunks of one tensor go to several files.
+    A file takes extents up to `target_bytes` (a larger tensor has a file of its own), names and shapes up
+    to `HEADER_BYTES`, and never two of one name: a safetensors file knows each name once, so several chunks
+    of one tensor go to several files.
     """
     files: list[list[Extent]] = []
     sizes: list[int] = []
+    headers: list[int] = []
     names: list[set[str]] = []
     newest: dict[str, int] = {}  # name -> first file that may take it
     front = 0  # files before it are full
     for extent in extents:
         number = max(front, newest.get(extent.name, 0))
+        described = _described_bytes(extent)
         while number < len(files) and (
-            extent.name in names[number] or (sizes[number] and sizes[number] + extent.source.size > target_bytes)
+            extent.name in names[number]
+            or (sizes[number] and sizes[number] + extent.source.size > target_bytes)
+            or headers[number] + described > HEADER_BYTES
         ):
             number += 1
         if number == len(files):
             files.append([])
             sizes.append(0)
+            headers.append(0)
             names.append(set())
         files[number].append(extent)
         sizes[number] += extent.source.size
+        headers[number] += described
         names[number].add(extent.name)
         newest[extent.name] = number + 1
-        while front < len(files) and sizes[front] >= target_bytes:
+        while front < len(files) and (sizes[front] >= target_bytes or headers[front] >= HEADER_BYTES - described):
             front += 1
     return [ShardSource(file) for file in files]
+
+
+def _described_bytes(extent: Extent) -> int:
+    """About what an extent adds to a header: its name twice, escaped, and its numbers."""
+    return 128 + 2 * len(json.dumps(extent.name)) + 40 * len(extent.shape)
