@@ -95,7 +95,22 @@ class ConfigError(TxStoreError, ValueError):
 
 
 class StoreError(TxStoreError):
-    """The store's answer to one request about one key."""
+    """The store's answer to one request about one key.
+
+    Attributes:
+        cause: Status and code, or kind of fault, in a few words (``503 SlowDown``, ``timeout``): what
+            retries are counted by. Never a secret.
+        retry_after_s: How long the store asked us to wait; 0.0 if it did not say.
+    """
+
+    cause: str = ""
+    retry_after_s: float = 0.0
+
+    def because(self, cause: str, retry_after_s: float = 0.0) -> Self:
+        """Record the cause and the store's own wish; returns self."""
+        self.cause = cause
+        self.retry_after_s = retry_after_s
+        return self
 
 
 class NotFoundError(StoreError, FileNotFoundError):

@@ -17,6 +17,7 @@ LATEST_KEY = "latest.json"
 COMMITS_PREFIX = "commits/"
 RETIRED_PREFIX = "retired/"
 DATA_PREFIX = "data/"
+PROBE_PREFIX = "probe/"
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_=+-][A-Za-z0-9._=+-]*")
 _CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
@@ -145,3 +146,8 @@ def index_key(checkpoint: str, txn: str) -> str:
 def manifest_key(checkpoint: str, txn: str) -> str:
     """Names and digests of all files of the attempt."""
     return attempt_prefix(checkpoint, txn) + "manifest.json"
+
+
+def probe_key(name: str) -> str:
+    """A key that the probe writes and removes."""
+    return f"{PROBE_PREFIX}{name}"

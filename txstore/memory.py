@@ -16,6 +16,8 @@ from txstore.store import ObjectInfo, Source, Store
 class MemoryStore(Store):
     """Objects in a dictionary, behind one lock."""
 
+    needs_probe = False
+
     def __init__(self, url: str = "memory://") -> None:
         self.url = url
         self._objects: dict[str, tuple[bytes, float]] = {}

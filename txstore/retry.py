@@ -8,14 +8,16 @@ second is told "exists". So `RetryingStore.create` decides by the bytes it reads
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, stop_any
 from tenacity.stop import stop_base
-from tenacity.wait import wait_random_exponential
+from tenacity.wait import wait_base, wait_random_exponential
 
 from txstore.errors import (
     AlreadyExistsError,
@@ -66,6 +68,85 @@ class _StopAtDeadline(stop_base):
         return self._clock() + retry_state.upcoming_sleep >= self._deadline
 
 
+class _Wait(wait_base):
+    """Full jitter, and never less than the store asked for."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._jitter = wait_random_exponential(multiplier=policy.first_wait_s, max=policy.longest_wait_s)
+
+    def __call__(self, retry_state: RetryCallState) -> float:
+        error = retry_state.outcome.exception() if retry_state.outcome else None
+        return max(self._jitter(retry_state), error.retry_after_s if isinstance(error, StoreError) else 0.0)
+
+
+class RetryCounts:
+    """How many attempts were repeated, by cause. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, error: BaseException) -> None:
+        """Count one repetition, by the error's cause or its class."""
+        cause = error.cause if isinstance(error, StoreError) else ""
+        with self._lock:
+            self._counts[cause or type(error).__name__] += 1
+
+    def by_cause(self) -> dict[str, int]:
+        """A copy of the counts."""
+        with self._lock:
+            return dict(self._counts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return RetryCounts, ()  # another process counts its own
+
+
+class Retrier:
+    """Repeats a call whose errors are on the allow-list, within a policy.
+
+    `RetryingStore` repeats whole verbs with it; a backend repeats the parts of one verb, such as the
+    upload of one part, so that a fault does not start a large object again.
+
+    Args:
+        policy: Attempts, deadline and waits.
+        counts: Where repetitions are counted.
+        sleep: Collaborator that waits (seconds).
+        clock: Monotonic clock (seconds).
+    """
+
+    def __init__(
+        self,
+        policy: RetryPolicy | None = None,
+        *,
+        counts: RetryCounts | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.policy = policy or RetryPolicy()
+        self.counts = counts or RetryCounts()
+        self._sleep = sleep
+        self._clock = clock
+
+    def call(self, function: Callable[..., _T], *args: object) -> _T:
+        """`function(*args)`, repeated while it raises `TransientError` or `OutcomeUnknownError`."""
+        policy = self.policy
+        deadline = self._clock() + policy.deadline_s
+        retrying = Retrying(
+            retry=retry_if_exception_type(RETRIED),
+            wait=_Wait(policy),
+            stop=stop_any(stop_after_attempt(policy.attempts), _StopAtDeadline(deadline, self._clock)),
+            sleep=self._sleep,
+            before_sleep=self._note,
+            reraise=True,
+        )
+        return retrying(function, *args)
+
+    def _note(self, state: RetryCallState) -> None:
+        if state.outcome is not None and (error := state.outcome.exception()) is not None:
+            self.counts.add(error)
+            log.debug("attempt %d failed, waiting %.2f s: %s", state.attempt_number, state.upcoming_sleep, error)
+
+
 class RetryingStore(Store):
     """Any store, with retries. Passes the conformance suite itself.
 
@@ -86,25 +167,21 @@ class RetryingStore(Store):
     ) -> None:
         self.inner = inner
         self.url = inner.url
-        self.policy = policy or RetryPolicy()
-        self._sleep = sleep
-        self._clock = clock
+        self.needs_probe = inner.needs_probe
+        self._retrier = Retrier(policy, sleep=sleep, clock=clock)
 
-    def _retrying(self) -> Retrying:
-        policy = self.policy
-        return Retrying(
-            retry=retry_if_exception_type(RETRIED),
-            wait=wait_random_exponential(multiplier=policy.first_wait_s, max=policy.longest_wait_s),
-            stop=stop_any(
-                stop_after_attempt(policy.attempts), _StopAtDeadline(self._clock() + policy.deadline_s, self._clock)
-            ),
-            sleep=self._sleep,
-            before_sleep=_log_retry,
-            reraise=True,
-        )
+    @property
+    def policy(self) -> RetryPolicy:
+        """Attempts, deadline and waits."""
+        return self._retrier.policy
+
+    @property
+    def retries(self) -> dict[str, int]:
+        """Repeated verbs so far, by cause."""
+        return self._retrier.counts.by_cause()
 
     def _call(self, verb: Callable[..., _T], *args: object) -> _T:
-        return self._retrying()(verb, *args)
+        return self._retrier.call(verb, *args)
 
     def put(self, key: str, source: Source) -> ObjectInfo:
         """`put` again from the start: the source is replayable, the object whole or nothing."""
@@ -224,8 +301,3 @@ class RetryingStore(Store):
     def close(self) -> None:
         """Close the backend."""
         self.inner.close()
-
-
-def _log_retry(state: RetryCallState) -> None:
-    if state.outcome is not None and (error := state.outcome.exception()) is not None:
-        log.debug("attempt %d failed, waiting %.2f s: %s", state.attempt_number, state.upcoming_sleep, error)

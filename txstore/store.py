@@ -180,6 +180,13 @@ class Store(ABC):
     url: str
     """Canonical URL of the root, without secrets. Ranks compare it to make sure that they share one store."""
 
+    needs_probe: bool = True
+    """Whether exclusive create must be seen to work here before the first write (`txstore.probe`).
+
+    False only where this package's own code and the kernel give the guarantee. A service is probed: some
+    endpoints ignore the condition and overwrite silently.
+    """
+
     @abstractmethod
     def put(self, key: str, source: Source) -> ObjectInfo:
         """Store `source` under `key`, replacing what was there; whole or nothing, durable on return.

@@ -63,6 +63,7 @@ from txstore.manifest import (
     encode,
     encode_index,
 )
+from txstore.probe import prove
 from txstore.store import BytesSource, ChecksummedSource, Source, Store
 
 log = logging.getLogger(__name__)
@@ -128,8 +129,9 @@ def ensure_store(store: Store) -> None:
 
     Raises:
         FormatError: The root belongs to another format version.
-        CapabilityError: The store cannot create exclusively.
+        CapabilityError: The store cannot create exclusively (`txstore.probe`).
     """
+    prove(store)
     if read_store_format(store):
         return
     try:

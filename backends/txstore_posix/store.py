@@ -36,6 +36,8 @@ class PosixStore(Store):
         calls: The system calls; tests inject faults here.
     """
 
+    needs_probe = False  # link and RENAME_NOREPLACE either keep the contract or are refused
+
     def __init__(self, config: PosixConfig, calls: Syscalls | None = None) -> None:
         self.url = config.url
         self._root = config.root

@@ -47,6 +47,7 @@ class FaultyStore(Store):
         self, inner: Store, at: int | None = None, mode: Mode = "before", *, times: int = 1, verb: str = ""
     ) -> None:
         self.url = inner.url
+        self.needs_probe = inner.needs_probe
         self.log: list[tuple[str, str]] = []
         self._inner = inner
         self._at = at

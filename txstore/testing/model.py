@@ -95,6 +95,7 @@ class ReplayStore(Store):
     """Answers from a list of replies, then raises `Pending`."""
 
     url = "model://"
+    needs_probe = False
 
     def __init__(self, replies: Sequence[Reply]) -> None:
         self._replies = replies

@@ -1,0 +1,74 @@
+"""Real servers for tests: started on a free loopback port, awaited, ended by process id."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    """Whether something accepts connections on the loopback port."""
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def running(
+    command: Sequence[str],
+    *,
+    ready: Callable[[], bool],
+    env: Mapping[str, str] | None = None,
+    deadline_s: float = 60.0,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server while the block lasts; its output is shown if it does not come up.
+
+    The server leads a process group of its own, so that what it started ends with it.
+    """
+    with tempfile.TemporaryFile() as output:
+        server = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+        try:
+            give_up = time.monotonic() + deadline_s
+            while not ready():
+                if server.poll() is not None or time.monotonic() > give_up:
+                    output.seek(0)
+                    tail = output.read()[-4000:].decode(errors="replace")
+                    raise RuntimeError(f"{Path(command[0]).name} did not come up (exit {server.poll()}):\n{tail}")
+                time.sleep(0.05)
+            yield server
+        finally:
+            _end(server)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    for how, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(server.pid, how)
+        except ProcessLookupError:
+            break
+        try:
+            server.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+    server.wait(5.0)
