@@ -19,7 +19,8 @@ Exit codes:
   1    unexpected error: a bug in txstore
   2    wrong usage
   3    no such checkpoint, none committed, or no store at this URL
-  4    damaged: stored bytes are not those that were committed
+  4    damaged: stored bytes are not those that were committed, or of a format
+       version that this release does not know
   5    the store refused, could not be reached, or its URL is wrong
   130  interrupted
 
