@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from txstore.checksum import BLOCK_BYTES, sha256_hex
-from txstore.errors import FormatError, IntegrityError
-from txstore.keys import check_checkpoint, check_key, check_txn, step_of
+from txstore.errors import ConfigError, FormatError, IntegrityError
+from txstore.keys import check_checkpoint, check_key, check_txn, parse_attempt, step_of
 
 VERSION = 1
 DECISION_MAX_BYTES = 4096
@@ -282,13 +282,19 @@ def decode_store_format(data: bytes, key: str) -> StoreFormat:
 
 
 def decode_begin(data: bytes, key: str) -> Begin:
-    """Decode ``begin.json``."""
-    return _decode(Begin, data, key)
+    """Decode ``begin.json`` and check it against the key it was found under."""
+    begin = _decode(Begin, data, key)
+    _check_identity(begin.checkpoint, begin.step, begin.txn, key)
+    if parse_attempt(key) != (begin.checkpoint, begin.txn):
+        raise FormatError(f"the begin of {begin.txn} lies under another key", key=key)
+    return begin
 
 
 def decode_pointer(data: bytes, key: str) -> Pointer:
     """Decode ``latest.json``."""
-    return _decode(Pointer, data, key)
+    pointer = _decode(Pointer, data, key)
+    _check_identity(pointer.checkpoint, step_of(pointer.checkpoint), pointer.txn, key)
+    return pointer
 
 
 def decode_decision(data: bytes, key: str, *, checkpoint: str, slot: int) -> Decision:
@@ -306,7 +312,7 @@ def decode_decision(data: bytes, key: str, *, checkpoint: str, slot: int) -> Dec
     if decision.kind == "commit":
         if decision.manifest is None or decision.totals is None:
             raise FormatError("a commit without a manifest", key=key)
-        check_key(decision.manifest.key)
+        _check_keys([decision.manifest.key], key)
         _check_size(decision.manifest, MANIFEST_MAX_BYTES)
     return decision
 
@@ -324,11 +330,12 @@ def decode_manifest(data: bytes, decision: Decision) -> Manifest:
     manifest = _decode(Manifest, check_ref(ref, data), ref.key)
     if (manifest.checkpoint, manifest.step, manifest.txn) != (decision.checkpoint, decision.step, decision.txn):
         raise FormatError("the manifest speaks of another checkpoint than its decision", key=ref.key)
-    if manifest.totals != decision.totals or manifest.totals.shards != len(manifest.shards):
+    sizes = [shard.size for shard in manifest.shards]
+    if manifest.totals != decision.totals or (manifest.totals.shards, manifest.totals.bytes) != (len(sizes), sum(sizes)):
         raise FormatError("the manifest's totals disagree", key=ref.key)
     _check_size(manifest.index, INDEX_MAX_BYTES)
-    keys = [check_key(shard.key) for shard in manifest.shards]
-    check_key(manifest.index.key)
+    keys = [shard.key for shard in manifest.shards]
+    _check_keys([*keys, manifest.index.key], ref.key)
     if len(set(keys)) != len(keys):
         raise FormatError("the manifest names one shard twice", key=ref.key)
     return manifest
@@ -337,11 +344,19 @@ def decode_manifest(data: bytes, decision: Decision) -> Manifest:
 def _check_identity(checkpoint: str, step: int | None, txn: str, key: str) -> None:
     try:
         check_checkpoint(checkpoint)
-    except ValueError as error:
-        raise FormatError(f"not a checkpoint name: {checkpoint[:200]!r}", key=key) from error
-    check_txn(txn)
+        check_txn(txn)
+    except (ConfigError, FormatError) as error:
+        raise FormatError(f"{error.message}: {error.key!r}", key=key) from error
     if step != step_of(checkpoint):
         raise FormatError(f"step {step} is not that of checkpoint {checkpoint}", key=key)
+
+
+def _check_keys(keys: list[str], document: str) -> None:
+    for key in keys:
+        try:
+            check_key(key)
+        except FormatError as error:
+            raise FormatError(f"{error.message}: {error.key!r}", key=document) from error
 
 
 def _check_size(ref: FileRef, limit: int) -> None:

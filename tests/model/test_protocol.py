@@ -68,7 +68,7 @@ def only_the_hint(_actor: str, request: Request) -> bool:
 
 
 def hurried(actor: str, request: Request) -> bool:
-    """B runs from its first listing to its end in one go, T up to its tombstone and from there: fewer orders, not more."""
+    """B runs from its first listing to its end in one go, T up to its tombstone and from it: fewer orders, not more."""
     if actor == "B":
         return request.verb != "list"
     return hidden(actor, request) or (actor == "T" and request.verb != "create")
@@ -118,7 +118,9 @@ WORLDS: dict[str, Callable[[], World]] = {
     "reader of retention": lambda: world(B, retention("T"), reader(READER), content=newer("X")),
     "reader of removal": lambda: world(retention("T"), sweeper("S"), reader(READER), content=newer("X", "Y")),
     # The documents' puts fail or are delayed, and the caller calls commit once more.
-    "commit again": lambda: replace(world(writer("A", again=True), reader(READER), late=2, down=1), hidden=only_the_hint),
+    "commit again": lambda: replace(
+        world(writer("A", again=True), reader(READER), late=2, down=1), hidden=only_the_hint
+    ),
     # A shard that its rank believes stored and that nobody sees yet.
     "invisible shard": lambda: world(A, reader(READER), early=1, late=1),
 }
@@ -399,7 +401,9 @@ RULES: dict[str, Mutation] = {
         lambda: both(*(each() for each in SAME_BYTES)), "overwriting", "'conflict'.*it did commit"
     ),
     "an unclear answer stays unclear": Mutation(
-        lambda: patch(retry.RetryingStore, "create", create_that_forgets_unclear_answers), "writers, lost replies", "it did commit"
+        lambda: patch(retry.RetryingStore, "create", create_that_forgets_unclear_answers),
+        "writers, lost replies",
+        "it did commit",
     ),
     "an abort that names me ends me": Mutation(
         lambda: patch(Transaction, "_must_stop", go_on_past_my_abort), "abort", "is both abort and commit"
@@ -411,7 +415,7 @@ RULES: dict[str, Mutation] = {
         lambda: patch(transaction, "_claim", abort_in_slot_1), "abort", "not contiguous from 0"
     ),
     "create is conditional": Mutation(
-        lambda: both(), "writers", "was replaced", lambda world: replace(world, apply=create_that_replaces)
+        both, "writers", "was replaced", lambda world: replace(world, apply=create_that_replaces)
     ),
     "decisions are never deleted": Mutation(
         lambda: patch(sweep, "_delete_attempt", delete_the_decision_too), "retention", "was deleted"

@@ -78,7 +78,7 @@ class Pending(BaseException):
         self.request = request
 
 
-class Violation(AssertionError):  # noqa: N818 - the model checker's own word
+class Violation(AssertionError):
     """An invariant does not hold; `trace` is a shortest way there."""
 
     def __init__(self, what: str, trace: Sequence[str]) -> None:
@@ -87,7 +87,7 @@ class Violation(AssertionError):  # noqa: N818 - the model checker's own word
         self.trace = tuple(trace)
 
 
-class Broken(Exception):  # noqa: N818 - raised by checks, turned into a Violation with its trace
+class Broken(Exception):
     """Raised by an invariant that does not hold."""
 
 
