@@ -300,7 +300,8 @@ def _match(
             )
         for report in reports:
             at = report.storage_data
-            if not isinstance(at, Placed) or at.length != report.size_in_bytes or at.start < 0 or at.start + at.length > at.shard.size:
+            wrong = not isinstance(at, Placed) or at.length != report.size_in_bytes
+            if wrong or at.start < 0 or at.start + at.length > at.shard.size:
                 raise PlanMismatch(f"rank {rank} reported a wrong size", key=report.index.fqn, rank=rank)
             if at.shard.rank != rank or not at.shard.key.startswith(prefix):
                 raise PlanMismatch(f"rank {rank} reported a file that is not its own", key=at.shard.key, rank=rank)
