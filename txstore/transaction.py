@@ -494,7 +494,7 @@ def _point_at(store: Store, decision: Decision) -> None:
     pointer = Pointer(checkpoint=decision.checkpoint, slot=decision.slot, txn=decision.txn)
     try:
         store.put(LATEST_KEY, BytesSource(encode(pointer)))
-    except StoreError as error:
+    except Exception as error:  # noqa: BLE001 - not even a backend's bug may report a standing commit as failed
         log.warning("committed %s, but the hint %s was not updated: %s", decision.checkpoint, LATEST_KEY, error)
 
 
