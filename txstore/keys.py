@@ -22,7 +22,7 @@ PROBE_PREFIX = "probe/"
 _SEGMENT = re.compile(r"[A-Za-z0-9_=+-][A-Za-z0-9._=+-]*")
 _CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 _TXN = re.compile(r"[0-9a-f]{32}")
-_STEP = re.compile(r"(\d{1,18})$", re.ASCII)
+_STEP = re.compile(r"(?<![0-9])([0-9]{1,18})\Z")
 _SLOT = re.compile(r"(0|[1-9][0-9]{0,8})", re.ASCII)
 
 
@@ -56,6 +56,7 @@ def step_of(checkpoint: str) -> int | None:
     """The step that a checkpoint name carries: its trailing decimal digits, or None.
 
     ``step-1000`` and ``1000`` have step 1000, ``step-007`` has 7, ``handpicked`` has none.
+    A number of more than 18 digits is none: its tail would put the checkpoint in the wrong place.
     """
     found = _STEP.search(checkpoint)
     return int(found[1]) if found else None
