@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from txstore.errors import CheckpointRetired, FormatError, IntegrityError, NotFoundError
+from txstore.index import Index, decode_index
 from txstore.keys import STORE_KEY, decision_key, decision_prefix, parse_decision_key, retired_key
 from txstore.manifest import (
     DECISION_MAX_BYTES,
     Decision,
-    Index,
     Manifest,
     decode_decision,
-    decode_index,
     decode_manifest,
     decode_store_format,
 )

@@ -36,7 +36,10 @@ and tracebacks, and an error that cannot be pickled leaves the other ranks waiti
 
 from __future__ import annotations
 
+import re
 from typing import Self
+
+_TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # torch colours some of its messages
 
 
 class TxStoreError(Exception):
@@ -86,7 +89,7 @@ def _rebuild(cls: type[TxStoreError], message: str, state: dict[str, object]) ->
 
 def describe(error: BaseException) -> str:
     """A foreign exception as one line of text, safe to keep in an error that travels between ranks."""
-    text = " ".join(str(error).split())
+    text = " ".join(_TERMINAL.sub("", str(error)).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 
 

@@ -42,7 +42,8 @@ from txstore.errors import (
 from txstore.manifest import Description
 from txstore.registry import open_store
 from txstore.retry import RetryPolicy
-from txstore.transaction import Visibility, resolve
+from txstore.slot_walk import resolve
+from txstore.transaction import Visibility
 
 ONCE = RetryPolicy(attempts=1)
 SOON = Visibility(wait_s=0.1, poll_s=0.02)

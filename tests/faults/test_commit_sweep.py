@@ -14,12 +14,13 @@ from txstore.errors import CheckpointNotFound, CheckpointRetired, CommitUnknown,
 from txstore.keys import DATA_PREFIX, parse_attempt
 from txstore.memory import MemoryStore
 from txstore.retry import RetryingStore, RetryPolicy
+from txstore.slot_walk import resolve
 from txstore.store import BytesSource
 from txstore.sweep import retire, sweep
 from txstore.testing.faults import MODES, Crashed, FaultyStore
 from txstore.testing.protocol import check_content
 from txstore.testing.saves import contents, load, save
-from txstore.transaction import begin, resolve, write_shard
+from txstore.transaction import begin, write_shard
 
 OLD, NEW = [b"old 0", b"old 1"], [b"new 0" * 100, b"new 1"]
 

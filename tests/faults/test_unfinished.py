@@ -10,9 +10,10 @@ import pytest
 
 from txstore import open_store
 from txstore.errors import FormatError
+from txstore.slot_walk import claim_abort
 from txstore.store import BytesSource, Unfinished
 from txstore.sweep import sweep
-from txstore.transaction import begin, claim_abort
+from txstore.transaction import begin
 
 KILLED_WRITER = """
 import os, signal, sys

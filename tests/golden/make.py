@@ -54,5 +54,6 @@ def make(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with mock.patch("txstore.transaction.default_writer", return_value="golden:1"):  # not the name of anybody's machine
+    host = mock.Mock(return_value="golden:1")  # not the name of anybody's machine
+    with mock.patch("txstore.transaction.default_writer", host), mock.patch("txstore.slot_walk.default_writer", host):
         make(Path(sys.argv[1]))

@@ -15,8 +15,9 @@ from txstore import manifest, open_store
 from txstore.catalog import entries, find, newest
 from txstore.dcp import StorageReader
 from txstore.decisions import read_index, read_manifest
+from txstore.index import encode_index
 from txstore.keys import parse_decision_key, parse_retired_key
-from txstore.manifest import Description, Progress, encode, encode_index
+from txstore.manifest import Description, Progress, encode
 from txstore.ops.verify import verify_store
 from txstore.store import Store
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from unittest import mock
 
+import msgspec
 import pytest
 
-from txstore import catalog, decisions, manifest, retry, store, sweep, transaction
+from txstore import catalog, decisions, manifest, retry, slot_walk, store, sweep, transaction
 from txstore.errors import AlreadyExistsError, CommitUnknown, StoreError
 from txstore.keys import decision_key, manifest_key
 from txstore.testing import model, protocol
@@ -188,10 +189,10 @@ Patch = AbstractContextManager[object]
 
 real_begin = transaction.begin
 real_begin_record = transaction.Begin
-real_claim = transaction._claim
+real_claim = slot_walk.claim
 real_commit = Transaction.commit
 real_delete_attempt = sweep._delete_attempt
-real_is_settled = transaction._is_settled
+real_is_settled = slot_walk._is_settled
 real_must_stop = Transaction._must_stop
 real_why_orphan = sweep._why_orphan
 
@@ -212,7 +213,7 @@ def no_abort(_store: store.Store, checkpoint: str, txn: str) -> Decision:
 
 
 def abort_and_ignore_the_answer(target: store.Store, checkpoint: str, txn: str) -> Decision:
-    transaction.claim_abort(target, checkpoint, txn)
+    slot_walk.claim_abort(target, checkpoint, txn)
     return no_abort(target, checkpoint, txn)
 
 
@@ -244,7 +245,8 @@ def create_with_fresh_bytes(self: retry.RetryingStore, key: str, data: bytes) ->
 
     def attempt() -> None:
         nonlocal data
-        data = data.replace(b"+00:00", b".0+00:00")
+        found = msgspec.json.decode(data, type=Decision)
+        data = manifest.encode(manifest.seal(msgspec.structs.replace(found, decided_at=found.decided_at + "0")))
         try:
             self.inner.create(key, data)
         except AlreadyExistsError:
@@ -365,11 +367,11 @@ class Mutation:
 
 READ_BACK = (
     lambda: patch(retry.RetryingStore, "create", create_without_reading_back),
-    lambda: patch(transaction, "_is_settled", no_commit_is_mine),
+    lambda: patch(slot_walk, "_is_settled", no_commit_is_mine),
 )
 SAME_BYTES = (
     lambda: patch(retry.RetryingStore, "create", create_with_fresh_bytes),
-    lambda: patch(transaction, "_is_settled", a_commit_is_mine_if_bytes_agree),
+    lambda: patch(slot_walk, "_is_settled", a_commit_is_mine_if_bytes_agree),
 )
 
 RULES: dict[str, Mutation] = {
@@ -409,10 +411,10 @@ RULES: dict[str, Mutation] = {
         lambda: patch(Transaction, "_must_stop", go_on_past_my_abort), "abort", "is both abort and commit"
     ),
     "an abort yields to the commit that it meets": Mutation(
-        lambda: patch(transaction, "_is_settled", an_abort_passes_a_commit), "abort", "is both commit and abort"
+        lambda: patch(slot_walk, "_is_settled", an_abort_passes_a_commit), "abort", "is both commit and abort"
     ),
     "slots are contiguous from 0": Mutation(
-        lambda: patch(transaction, "_claim", abort_in_slot_1), "abort", "not contiguous from 0"
+        lambda: patch(slot_walk, "claim", abort_in_slot_1), "abort", "not contiguous from 0"
     ),
     "create is conditional": Mutation(
         both, "writers", "was replaced", lambda world: replace(world, apply=create_that_replaces)

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from txstore.errors import IntegrityError
-from txstore.manifest import Decision, FileRecord, Index
+from txstore.index import FileRecord, Index
+from txstore.manifest import Decision
 from txstore.memory import MemoryStore
 from txstore.shards import layout, reading, slabs
 from txstore.shards.layout import HEADER_ALIGN_BYTES, SAFETENSORS_DTYPES, Extent, pack, payload_extent, tensor_extent

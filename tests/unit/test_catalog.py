@@ -13,13 +13,14 @@ from txstore.errors import (
     TransientError,
 )
 from txstore.keys import decision_key, retired_key
-from txstore.manifest import Decision, FileRef, Tombstone, Totals, encode
+from txstore.manifest import Decision, FileRef, Tombstone, Totals, encode, seal
 from txstore.memory import MemoryStore
+from txstore.slot_walk import resolve
 from txstore.store import BytesSource
 from txstore.sweep import retire, sweep
 from txstore.testing.faults import FaultyStore
 from txstore.testing.saves import load, save
-from txstore.transaction import begin, ensure_store, resolve
+from txstore.transaction import begin, ensure_store
 
 
 @pytest.fixture
@@ -43,6 +44,7 @@ def decide(store, checkpoint, slot=0, kind="commit"):
         decided_at="now",
         **fields,
     )
+    decision = seal(decision)
     store.create(decision_key(checkpoint, slot), encode(decision))
     return decision
 

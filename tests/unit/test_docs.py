@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from txstore import manifest
+from txstore import index, manifest
 from txstore.cli import outcome
 from txstore.cli.app import EXIT_CODES
 from txstore.ops.report import Depth, Kind, State
@@ -52,11 +52,11 @@ def test_named_tests_exist() -> None:
         manifest.ShardRef,
         manifest.Description,
         manifest.Progress,
-        manifest.Index,
-        manifest.FileRecord,
-        manifest.TensorRecord,
-        manifest.ChunkRecord,
-        manifest.ObjectRecord,
+        index.Index,
+        index.FileRecord,
+        index.TensorRecord,
+        index.ChunkRecord,
+        index.ObjectRecord,
         manifest.Tombstone,
         manifest.Pointer,
     ],
@@ -72,7 +72,7 @@ def test_limits_in_the_format_are_those_of_the_code() -> None:
     assert f"At most {manifest.DECISION_MAX_BYTES} bytes" in text
     assert f"At most {manifest.MANIFEST_MAX_BYTES >> 20} MiB" in text
     assert f"at most {manifest.INDEX_MAX_BYTES >> 30} GiB" in text
-    assert f"{manifest.BLOCK_BYTES}" in text
+    assert f"{index.BLOCK_BYTES}" in text
 
 
 def test_exit_codes_are_the_same_in_code_help_and_docs() -> None:

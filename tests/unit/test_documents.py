@@ -12,33 +12,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txstore.checksum import BLOCK_BYTES, sha256_hex
+from txstore.checksum import BLOCK_BYTES, crc32c, sha256_hex
 from txstore.errors import FormatError, IntegrityError, TxStoreError
+from txstore.index import ChunkRecord, FileRecord, Index, ObjectRecord, TensorRecord, decode_index, encode_index
 from txstore.manifest import (
     Begin,
-    ChunkRecord,
     Decision,
     Description,
-    FileRecord,
     FileRef,
-    Index,
     Manifest,
-    ObjectRecord,
     Pointer,
     Progress,
     ShardRef,
     StoreFormat,
-    TensorRecord,
     Tombstone,
     Totals,
     decode_begin,
     decode_decision,
-    decode_index,
     decode_manifest,
     decode_pointer,
     decode_store_format,
     encode,
-    encode_index,
+    seal,
 )
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -87,14 +82,16 @@ MANIFEST = Manifest(
 )
 MANIFEST_BYTES = encode(MANIFEST)
 FIELDS = {"checkpoint": "step-1000", "slot": 3, "step": 1000, "writer": "host:1", "decided_at": "2026-01-02T03:04:06.000+00:00"}  # fmt: skip
-COMMIT = Decision(
-    kind="commit",
-    txn=TXN,
-    manifest=FileRef(PREFIX + "manifest.json", len(MANIFEST_BYTES), sha256_hex(MANIFEST_BYTES)),
-    totals=TOTALS,
-    **FIELDS,
+COMMIT = seal(
+    Decision(
+        kind="commit",
+        txn=TXN,
+        manifest=FileRef(PREFIX + "manifest.json", len(MANIFEST_BYTES), sha256_hex(MANIFEST_BYTES)),
+        totals=TOTALS,
+        **FIELDS,
+    )
 )
-ABORT = Decision(kind="abort", txn=OTHER, **FIELDS)
+ABORT = seal(Decision(kind="abort", txn=OTHER, **FIELDS))
 BEGIN = Begin(
     checkpoint="step-1000", step=1000, txn=TXN, world_size=2, overwrite=False, writer="host:1", started_at_s=1767323045.5
 )  # fmt: skip
@@ -121,7 +118,7 @@ DOCUMENTS = {
 
 
 def golden(name):
-    path = GOLDEN / "v1" / name
+    path = GOLDEN / "documents-v1" / name
     if os.environ.get("TXSTORE_WRITE_GOLDEN"):  # only for a new format version: version 1 is written
         path.parent.mkdir(exist_ok=True)
         document = DOCUMENTS[name][0]
@@ -139,6 +136,16 @@ def test_the_golden_files_of_version_1_are_read_and_written_unchanged(name):
 
 def test_the_golden_index_keeps_its_planner_data():
     assert msgspec.msgpack.decode(DOCUMENTS["index.msgpack"][1](golden("index.msgpack")).planner) == {"kind": "dcp"}
+
+
+@pytest.mark.parametrize("name", ["commit.json", "abort.json"])
+def test_no_flipped_bit_of_a_decision_goes_unnoticed(name):
+    data = golden(name)
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FormatError):
+            decide(bytes(damaged))
 
 
 # Hostile documents. Manifest and index are reached through digests that match, as a hostile writer's would.
@@ -166,6 +173,10 @@ READERS = {
 
 
 def pack(name, value):
+    if name in {"commit.json", "abort.json"} and "check" in value:
+        # A hostile writer seals what it forges: each document must be refused for what it says.
+        body = json.dumps(value | {"check": 0}, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        value = value | {"check": crc32c(body.encode())}
     return msgspec.msgpack.encode(value) if name == "index.msgpack" else json.dumps(value).encode()
 
 
@@ -312,7 +323,7 @@ def test_a_pickle_in_any_field_is_never_run(name):
     payload = pickle.dumps(Bomb())
     text = payload.decode("latin-1")
     document = unpack(name)
-    for where in list(document):
+    for where in document.keys() - {"check"}:
         value = payload if name == "index.msgpack" else text
         data = changed(name, where, value)
         if where in ("planner", "paths", "writer", "decided_at", "created_at"):

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-import txstore_posix
 
+import txstore_posix
 from txstore import transaction
 from txstore.catalog import find, newest
 from txstore.checksum import BLOCK_BYTES
@@ -29,11 +29,12 @@ from txstore.errors import (
 from txstore.keys import LATEST_KEY, begin_key, decision_key
 from txstore.manifest import Description, Progress, decode_begin, decode_pointer
 from txstore.memory import MemoryStore
+from txstore.slot_walk import claim_abort, resolve
 from txstore.store import BytesSource, ObjectInfo
 from txstore.testing.faults import FaultyStore
 from txstore.testing.protocol import check_content
 from txstore.testing.saves import AT_ONCE, contents, index_of, load, save
-from txstore.transaction import Transaction, begin, claim_abort, resolve, write_shard
+from txstore.transaction import Transaction, begin, write_shard
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_the_same_transaction_committed_by_two_incarnations_is_one_commit(store)
     attempt, shards = prepare(store)
     twin = Transaction(store, attempt.ticket, stood=frozenset(), world_size=2, writer=attempt._writer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transaction, "_now", lambda: "now")
+        patch.setattr(transaction, "now", lambda: "now")
         assert commit(attempt, shards) == commit(twin, shards)
     assert len(list(store.list("commits/"))) == 1
 

@@ -7,7 +7,8 @@ from txstore.cli.listing import entry_document
 from txstore.cli.outcome import OK, Outcome
 from txstore.cli.render import Table, count_text, size_text
 from txstore.decisions import read_index, read_manifest
-from txstore.manifest import Decision, Index, Manifest, ObjectRecord, TensorRecord
+from txstore.index import Index, ObjectRecord, TensorRecord
+from txstore.manifest import Decision, Manifest
 from txstore.shards.names import unescape
 from txstore.store import Store
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from txstore.dcp.tensors import dtype_name, dtype_of
 from txstore.errors import FormatError, PlanMismatch, UnsupportedValue
-from txstore.manifest import ChunkRecord, FileRecord, Index, ObjectRecord, TensorRecord
+from txstore.index import ChunkRecord, FileRecord, Index, ObjectRecord, TensorRecord
 from txstore.shards.names import escape, unescape
 from txstore.transaction import Shard
 

@@ -34,7 +34,7 @@ def gate(fqn: str, payload: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).partition("\n")[0][:300]
+        reason = describe(error)[:300]
         raise UnsafeObject(
             f"object {fqn!r} is outside the weights_only allow-list: {reason}",
             key=fqn,

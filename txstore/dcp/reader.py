@@ -22,7 +22,8 @@ from txstore.dcp.metadata import build_metadata
 from txstore.dcp.scatter import Scatter
 from txstore.decisions import read_index, read_manifest
 from txstore.errors import ConfigError, LoadError, PlanMismatch, StateMismatch, TxStoreError
-from txstore.manifest import Decision, Index
+from txstore.index import Index
+from txstore.manifest import Decision
 from txstore.retry import RetryPolicy
 from txstore.shards.reading import BlockReader
 from txstore.store import Store

@@ -14,7 +14,7 @@ from txstore.dcp.metadata import Stored
 from txstore.dcp.objects import gate
 from txstore.dcp.tensors import as_bytes, dtype_of, is_plain
 from txstore.errors import FormatError, StateMismatch
-from txstore.manifest import ChunkRecord, TensorRecord
+from txstore.index import ChunkRecord, TensorRecord
 from txstore.shards.reading import WINDOW_BYTES, Wanted
 from txstore.shards.slabs import Slab, cut, is_contiguous, strides_of
 

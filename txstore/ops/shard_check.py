@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from txstore.checksum import BLOCK_BYTES, combine, crc32c
 from txstore.errors import FormatError
-from txstore.manifest import Index, ObjectRecord, ShardRef
+from txstore.index import Index, ObjectRecord
+from txstore.manifest import ShardRef
 from txstore.ops.report import Kind
 from txstore.shards.header import LENGTH_BYTES, Header, header_bytes, parse_header
 from txstore.shards.layout import SAFETENSORS_DTYPES

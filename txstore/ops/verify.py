@@ -26,6 +26,7 @@ from txstore.errors import (
     TransientError,
     TxStoreError,
 )
+from txstore.index import Index, decode_index
 from txstore.keys import (
     COMMITS_PREFIX,
     RETIRED_PREFIX,
@@ -38,7 +39,7 @@ from txstore.keys import (
     retired_key,
     step_of,
 )
-from txstore.manifest import Decision, FileRef, Index, Manifest, ShardRef, decode_index, decode_manifest
+from txstore.manifest import Decision, FileRef, Manifest, ShardRef, decode_manifest
 from txstore.ops.report import SAMPLE_BLOCKS, Depth, Kind, Problem, Report, Step, StoreReport, verdict
 from txstore.ops.shard_check import WINDOW_BYTES, Finding, ShardCheck, expected_entries
 from txstore.store import Store

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from txstore.checksum import BLOCK_BYTES, crc32c
 from txstore.decisions import gone
 from txstore.errors import IntegrityError, NotFoundError
-from txstore.manifest import Decision, FileRecord, Index
+from txstore.index import FileRecord, Index
+from txstore.manifest import Decision
 from txstore.store import Store
 
 WINDOW_BYTES = 8 * BLOCK_BYTES

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from txstore import transaction
+from txstore import slot_walk, transaction
 from txstore.catalog import find, newest
 from txstore.checksum import crc32c
 from txstore.decisions import gone, read_index, read_manifest
@@ -31,6 +31,7 @@ from txstore.errors import (
     StoreError,
     TxStoreError,
 )
+from txstore.index import decode_index
 from txstore.keys import (
     COMMITS_PREFIX,
     DATA_PREFIX,
@@ -41,13 +42,7 @@ from txstore.keys import (
     parse_decision_key,
     retired_key,
 )
-from txstore.manifest import (
-    Decision,
-    decode_begin,
-    decode_decision,
-    decode_index,
-    decode_manifest,
-)
+from txstore.manifest import Decision, decode_begin, decode_decision, decode_manifest
 from txstore.memory import MemoryStore
 from txstore.retry import RetryingStore, RetryPolicy
 from txstore.store import BytesSource, Store
@@ -77,14 +72,16 @@ def retrying(store: Store) -> RetryingStore:
 def deterministic(name: str) -> Iterator[None]:
     """Make the transaction code a function of its replies: ids, names and times are the actor's own."""
     ticks = count()
+
+    def tick() -> str:
+        return f"2026-01-01T00:00:{next(ticks):02}.000+00:00"
+
     with ExitStack() as stack:
-        for attribute, value in (
-            ("new_txn", lambda: txn_of(name)),
-            ("default_writer", lambda: name),
-            ("_now", lambda: f"2026-01-01T00:00:{next(ticks):02}.000+00:00"),
-            ("time", SimpleNamespace(time=lambda: 0.0)),
-        ):
-            stack.enter_context(mock.patch.object(transaction, attribute, value))
+        stack.enter_context(mock.patch.object(transaction, "new_txn", return_value=txn_of(name)))
+        stack.enter_context(mock.patch.object(transaction, "time", SimpleNamespace(time=lambda: 0.0)))
+        for module in (transaction, slot_walk):
+            stack.enter_context(mock.patch.object(module, "default_writer", return_value=name))
+            stack.enter_context(mock.patch.object(module, "now", side_effect=tick))
         yield
 
 
@@ -154,7 +151,7 @@ def resolver(name: str, of: str) -> Actor:
 
     def body(store: Store) -> Outcome:
         try:
-            decision = transaction.resolve(store, CHECKPOINT, txn_of(of), force=True)
+            decision = slot_walk.resolve(store, CHECKPOINT, txn_of(of), force=True)
         except (CommitUnknown, StoreError):
             return ("unknown",)
         assert decision is not None
@@ -405,7 +402,7 @@ def check_rest(content: Content, flying: Sequence[Request], ended: Mapping[str, 
 
 
 def _answers(store: Store, txns: Sequence[str]) -> list[str]:
-    found = [transaction.resolve(store, CHECKPOINT, txn, force=True) for txn in txns]
+    found = [slot_walk.resolve(store, CHECKPOINT, txn, force=True) for txn in txns]
     return [decision.kind for decision in found if decision is not None]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from txstore.manifest import ChunkRecord, Decision, Description, FileRecord, Index, ObjectRecord, TensorRecord
+from txstore.index import ChunkRecord, FileRecord, Index, ObjectRecord, TensorRecord
+from txstore.manifest import Decision, Description
 from txstore.shards.layout import Extent, ShardSource, payload_extent, tensor_extent
 from txstore.shards.names import header_name
 from txstore.store import BytesSource, Store

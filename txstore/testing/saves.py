@@ -8,7 +8,8 @@ from txstore import transaction
 from txstore.checksum import BLOCK_BYTES, crc32c
 from txstore.decisions import gone, read_index, read_manifest
 from txstore.errors import IntegrityError, NotFoundError
-from txstore.manifest import ChunkRecord, Decision, FileRecord, Index, TensorRecord
+from txstore.index import ChunkRecord, FileRecord, Index, TensorRecord
+from txstore.manifest import Decision
 from txstore.store import BytesSource, Store
 from txstore.transaction import Shard, Visibility
 
