@@ -330,8 +330,8 @@ def decode_manifest(data: bytes, decision: Decision) -> Manifest:
     manifest = _decode(Manifest, check_ref(ref, data), ref.key)
     if (manifest.checkpoint, manifest.step, manifest.txn) != (decision.checkpoint, decision.step, decision.txn):
         raise FormatError("the manifest speaks of another checkpoint than its decision", key=ref.key)
-    sizes = [shard.size for shard in manifest.shards]
-    if manifest.totals != decision.totals or (manifest.totals.shards, manifest.totals.bytes) != (len(sizes), sum(sizes)):
+    totals, sizes = manifest.totals, [shard.size for shard in manifest.shards]
+    if totals != decision.totals or (totals.shards, totals.bytes) != (len(sizes), sum(sizes)):
         raise FormatError("the manifest's totals disagree", key=ref.key)
     _check_size(manifest.index, INDEX_MAX_BYTES)
     keys = [shard.key for shard in manifest.shards]

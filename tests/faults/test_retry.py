@@ -204,7 +204,9 @@ def test_create_that_could_not_be_sent_is_transient():
     assert store.count("read") == 0
 
 
-@pytest.mark.parametrize("create", [[LOST] * 9, [("other", OutcomeUnknownError)] * 9, [EXISTS] * 9], ids=["ours", "other", "none"])  # fmt: skip
+@pytest.mark.parametrize(
+    "create", [[LOST] * 9, [("other", OutcomeUnknownError)] * 9, [EXISTS] * 9], ids=["ours", "other", "none"]
+)
 @pytest.mark.parametrize("error", [TransientError, OutcomeUnknownError, AccessDeniedError])
 def test_create_that_cannot_be_read_back_is_unknown(create, error):
     store = ScriptedStore().script("create", *create).script("read", *[error] * 99)
@@ -300,11 +302,11 @@ def test_a_listing_that_stays_broken_ends():
 
 
 def test_a_listing_resumes_after_the_last_key_and_before_its_bound():
-    class OneAtATime(MemoryStore):
-        asked = []
+    asked = []
 
+    class OneAtATime(MemoryStore):
         def list(self, prefix, start_after=""):
-            self.asked.append(start_after)
+            asked.append(start_after)
             for info in super().list(prefix, start_after):
                 yield info
                 raise OutcomeUnknownError("page lost")
@@ -313,7 +315,7 @@ def test_a_listing_resumes_after_the_last_key_and_before_its_bound():
     for name in "abcd":
         store.put(f"data/{name}", BytesSource(b""))
     assert [info.key for info in retrying(store).list("data/", "data/a")] == ["data/b", "data/c", "data/d"]
-    assert store.asked == ["data/a", "data/b", "data/c", "data/d"]
+    assert asked == ["data/a", "data/b", "data/c", "data/d"]
 
 
 @pytest.mark.parametrize(

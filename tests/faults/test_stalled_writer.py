@@ -10,8 +10,8 @@ import threading
 import time
 
 import pytest
-import txstore_posix
 
+import txstore_posix
 from txstore.catalog import find, newest
 from txstore.checksum import BLOCK_BYTES
 from txstore.errors import (
@@ -132,7 +132,7 @@ def test_a_sweep_takes_a_stalled_writer_that_is_told_so(store):
 
 def test_a_late_shard_of_an_aborted_writer_is_reclaimed(store):
     """[25] Again and again, since a stalled rank may write after every sweep."""
-    attempt, shards = stall(store)
+    attempt, _ = stall(store)
     kept = save(store, "step-2", [b"kept"])
     sweep_now(store)
     for number in range(3):
