@@ -6,8 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 pytest.register_assert_rewrite("txstore.testing")
+
+# A busy machine is not a failure: the time limits are pytest's.
+settings.register_profile("txstore", deadline=None)
+settings.load_profile("txstore")
 
 # Two or four ranks on a small machine: with a thread pool each, they would fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -63,8 +63,13 @@ def test_order_is_numeric_by_step(store):
     for name in names:
         decide(store, name)
     assert [name for name, *_ in listed(store)] == [
-        "handpicked", "step-8", "step-9", "step-10", "step-100000", "step-0900000",
-    ]  # fmt: skip
+        "handpicked",
+        "step-8",
+        "step-9",
+        "step-10",
+        "step-100000",
+        "step-0900000",
+    ]
     assert catalog.newest(store).checkpoint == "step-0900000"
 
 
@@ -120,9 +125,18 @@ def test_slots_are_ordered_as_numbers(store):
 def test_stray_objects_are_ignored(store):
     decide(store, "step-1")
     for key in (
-        "commits/README", "commits/step-2.json", "commits/step-2.x.json", "commits/step-2.00.json", "commits/step-9.0.json.bak",
-        "commits/sub/step-3.0.json", "retired/step-1", "retired/step-1.x", "retired/step-1.0.json", "data/step-5/stray", "latest.json",
-    ):  # fmt: skip
+        "commits/README",
+        "commits/step-2.json",
+        "commits/step-2.x.json",
+        "commits/step-2.00.json",
+        "commits/step-9.0.json.bak",
+        "commits/sub/step-3.0.json",
+        "retired/step-1",
+        "retired/step-1.x",
+        "retired/step-1.0.json",
+        "data/step-5/stray",
+        "latest.json",
+    ):
         store.put(key, BytesSource(b"stray"))
     assert listed(store) == [("step-1", 0, "committed")]
     assert catalog.newest(store).checkpoint == "step-1"

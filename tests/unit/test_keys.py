@@ -61,8 +61,29 @@ def test_a_key_that_passes_stays_below_its_root(key):
 
 @pytest.mark.parametrize(
     "key",
-    ["", "/", "a/", "/a", "a//b", ".", "..", "a/..", "../a", "a/./b", ".tmp", "a/.b", "a\\b", "a b", "a\n", "a\0", "C:", "~a", "é", "x" * 901],
-)  # fmt: skip
+    [
+        "",
+        "/",
+        "a/",
+        "/a",
+        "a//b",
+        ".",
+        "..",
+        "a/..",
+        "../a",
+        "a/./b",
+        ".tmp",
+        "a/.b",
+        "a\\b",
+        "a b",
+        "a\n",
+        "a\0",
+        "C:",
+        "~a",
+        "é",
+        "x" * 901,
+    ],
+)
 def test_hostile_keys_are_refused(key):
     with pytest.raises(FormatError):
         keys.check_key(key)
@@ -84,8 +105,18 @@ def test_a_slot_has_one_spelling(slot):
 
 @pytest.mark.parametrize(
     ("name", "step"),
-    [("step-1000", 1000), ("1000", 1000), ("step-007", 7), ("0900000", 900000), ("a1b", None), ("best", None), ("v2.10", 10), ("x٣", None), ("s" + "9" * 18, 10**18 - 1)],
-)  # fmt: skip
+    [
+        ("step-1000", 1000),
+        ("1000", 1000),
+        ("step-007", 7),
+        ("0900000", 900000),
+        ("a1b", None),
+        ("best", None),
+        ("v2.10", 10),
+        ("x٣", None),
+        ("s" + "9" * 18, 10**18 - 1),
+    ],
+)
 def test_the_step_is_the_trailing_number(name, step):
     assert keys.step_of(name) == step
 

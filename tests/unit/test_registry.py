@@ -28,8 +28,16 @@ def entry(name, value):
 
 @pytest.mark.parametrize(
     ("url", "scheme"),
-    [("/a/b", "file"), ("a/b", "file"), ("file:///a", "file"), ("S3://b/k", "s3"), ("a:b", "file"), ("gs:/x", "gs"), ("c+d.e-f://x", "c+d.e-f")],
-)  # fmt: skip
+    [
+        ("/a/b", "file"),
+        ("a/b", "file"),
+        ("file:///a", "file"),
+        ("S3://b/k", "s3"),
+        ("a:b", "file"),
+        ("gs:/x", "gs"),
+        ("c+d.e-f://x", "c+d.e-f"),
+    ],
+)
 def test_the_scheme_decides(url, scheme):
     assert registry.scheme_of(url) == scheme
 

@@ -209,7 +209,11 @@ def test_a_name_can_be_saved_again_once_it_is_retired():
 
 def retained(store, **options):
     gone = {(decision.checkpoint, decision.slot) for decision in expired(entries(store), **options)}
-    return [(e.decision.checkpoint, e.decision.slot) for e in entries(store) if (e.decision.checkpoint, e.decision.slot) not in gone]  # fmt: skip
+    return [
+        (e.decision.checkpoint, e.decision.slot)
+        for e in entries(store)
+        if (e.decision.checkpoint, e.decision.slot) not in gone
+    ]
 
 
 @pytest.fixture

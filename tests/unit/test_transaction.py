@@ -254,11 +254,13 @@ def test_shards_that_are_not_as_reported_are_not_committed(store, damage, error)
         lambda index: msgspec.structs.replace(index, items=(*index.items, index.items[0])),
         lambda index: msgspec.structs.replace(index, items=(msgspec.structs.replace(index.items[0], shape=(2,)),)),
         lambda index: msgspec.structs.replace(index, items=(msgspec.structs.replace(index.items[0], itemsize=65),)),
-        lambda index: msgspec.structs.replace(index, files=(msgspec.structs.replace(index.files[0], blocks=b""), *index.files[1:])),
+        lambda index: msgspec.structs.replace(
+            index, files=(msgspec.structs.replace(index.files[0], blocks=b""), *index.files[1:])
+        ),
         lambda index: msgspec.structs.replace(index, items=(msgspec.structs.replace(index.items[0], dtype="x" * 513),)),
     ],
     ids=["twice", "hole", "itemsize", "blocks", "dtype"],
-)  # fmt: skip
+)
 def test_an_index_that_would_not_be_read_is_not_committed(store, spoil):
     attempt, shards = prepare(store)
     before = contents(store)
@@ -371,8 +373,9 @@ def test_processes_that_save_one_checkpoint_have_one_winner(tmp_path):
         url = f"file://{folder}/root"
         barrier, queue = context.Barrier(processes), context.Queue()
         workers = [
-            context.Process(target=race_in_process, args=(url, rounds, barrier, queue, number)) for number in range(processes)
-        ]  # fmt: skip
+            context.Process(target=race_in_process, args=(url, rounds, barrier, queue, number))
+            for number in range(processes)
+        ]
         for worker in workers:
             worker.start()
         outcomes = dict(queue.get(timeout=60) for _ in workers)
