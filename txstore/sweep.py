@@ -22,8 +22,8 @@ from txstore.errors import AlreadyExistsError, CheckpointNotFound, ConfigError, 
 from txstore.keys import DATA_PREFIX, attempt_prefix, begin_key, parse_attempt, retired_key
 from txstore.manifest import DECISION_MAX_BYTES, Decision, Tombstone, decode_begin, encode
 from txstore.retry import RetryingStore
+from txstore.slots import claim_abort
 from txstore.store import KeepsUnfinished, ObjectInfo, Store
-from txstore.transaction import claim_abort
 
 GRACE_FLOOR_S = 24 * 3600.0
 """An undecided attempt younger than this is never touched, unless forced: its writer may only be slow."""

@@ -1,34 +1,27 @@
-"""The transaction: begin, write, commit, abort, resolve (commit protocol, "The slot walk").
+"""The transaction: begin, write, commit, abort (ADR 0001). How a slot is claimed is in `txstore.slots`.
 
 Begin, commit and abort run on the coordinator; `write_shard` runs on every rank and holds no state.
-A commit and an abort compete for one key through the same `create`, so exactly one of them stands.
 Nothing in this module deletes anything: a commit whose reply was lost may have happened.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 
+from txstore import slots
 from txstore.checksum import combine_blocks, sha256_hex
-from txstore.decisions import is_retired, read_decision, read_store_format, walk_slots
+from txstore.decisions import is_retired, read_store_format, walk_slots
 from txstore.errors import (
     Aborted,
     AlreadyCommitted,
     AlreadyExistsError,
-    CommitUnknown,
     Conflict,
-    FormatError,
     IntegrityError,
     NotFoundError,
-    OutcomeUnknownError,
     PlanMismatch,
-    StoreError,
     TransactionStateError,
 )
 from txstore.keys import (
@@ -36,7 +29,6 @@ from txstore.keys import (
     STORE_KEY,
     begin_key,
     check_checkpoint,
-    check_txn,
     decision_key,
     index_key,
     manifest_key,
@@ -64,7 +56,21 @@ from txstore.manifest import (
     encode_index,
 )
 from txstore.probe import prove
+from txstore.slots import claim_abort, default_writer, resolve
 from txstore.store import BytesSource, ChecksummedSource, Source, Store
+
+__all__ = [
+    "Shard",
+    "Ticket",
+    "Transaction",
+    "Visibility",
+    "begin",
+    "claim_abort",
+    "default_writer",
+    "ensure_store",
+    "resolve",
+    "write_shard",
+]
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +108,6 @@ class Visibility:
     poll_s: float = 0.1
     sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
-
-
-def default_writer() -> str:
-    """Host and process, for the people who read the records."""
-    return f"{platform.node()}:{os.getpid()}"
 
 
 def write_shard(store: Store, ticket: Ticket, rank: int, number: int, source: Source) -> Shard:
@@ -242,7 +243,7 @@ class Transaction:
         self._open = False
         self._store.put(manifest.index.key, BytesSource(index_data))
         self._store.put(manifest_key(ticket.checkpoint, ticket.txn), BytesSource(manifest_data))
-        decision = _claim(self._store, build, self._must_stop)
+        decision = slots.claim(self._store, build, self._must_stop)
         _point_at(self._store, decision)
         return decision
 
@@ -286,7 +287,7 @@ class Transaction:
             step=step_of(ticket.checkpoint),
             txn=ticket.txn,
             writer=self._writer,
-            created_at=_now(),
+            created_at=slots.now(),
             software=software,
             totals=totals,
             index=FileRef(index_key(ticket.checkpoint, ticket.txn), len(index_data), sha256_hex(index_data)),
@@ -309,7 +310,7 @@ class Transaction:
     def _decision(self, manifest: Manifest, manifest_data: bytes) -> Callable[[int], Decision]:
         key = manifest_key(self.ticket.checkpoint, self.ticket.txn)
         ref = FileRef(key, len(manifest_data), sha256_hex(manifest_data))
-        decided_at = _now()  # taken once: every retry sends the same bytes
+        decided_at = slots.now()  # taken once: every retry sends the same bytes
         return lambda slot: Decision(
             kind="commit",
             checkpoint=self.ticket.checkpoint,
@@ -341,125 +342,6 @@ class Transaction:
         )
         error.winner = found.txn
         raise error
-
-
-def _claim(store: Store, build: Callable[[int], Decision], must_stop: Callable[[Decision], None]) -> Decision:
-    """The slot walk: claim the first free slot with the decision built for it.
-
-    Returns:
-        The decision of this transaction that stands: the one just made, or one made earlier.
-    """
-    slot = 0
-    while True:
-        wanted = build(slot)
-        found = read_decision(store, wanted.checkpoint, slot)
-        if found is None:
-            key = decision_key(wanted.checkpoint, slot)
-            try:
-                store.create(key, encode(wanted))
-            except AlreadyExistsError:
-                found = read_decision(store, wanted.checkpoint, slot)
-                if found is None:
-                    raise _unknown(wanted, key, "the record appeared and vanished") from None
-            except OutcomeUnknownError as error:
-                raise _unknown(wanted, key, error.message) from error
-            else:
-                return wanted
-        if _is_settled(found, wanted):
-            return _confirm(store, found)
-        must_stop(found)
-        slot += 1
-
-
-def _is_settled(found: Decision, wanted: Decision) -> bool:
-    """Whether `found` is the end of the transaction that `wanted` is about."""
-    if found.txn != wanted.txn:
-        return False
-    if found.kind == wanted.kind == "commit" and found.manifest != wanted.manifest:
-        raise FormatError("one transaction committed two different manifests", key=found.txn)
-    return found.kind == "commit" or wanted.kind == "abort"
-
-
-def _confirm(store: Store, found: Decision) -> Decision:
-    """Make a decision that we merely saw durable before anybody relies on it.
-
-    A record can be visible and not yet durable (POSIX: linked, directory not synced). `create` with the
-    same bytes syncs it again before it says "exists".
-    """
-    key = decision_key(found.checkpoint, found.slot)
-    try:
-        store.create(key, encode(found))
-    except AlreadyExistsError:
-        return found
-    except StoreError as error:
-        # A refusal too: the record is there, so "it failed" would be wrong, and "it stands" is not sure.
-        raise _unknown(found, key, error.message) from error
-    return found
-
-
-def _unknown(wanted: Decision, key: str, cause: str) -> CommitUnknown:
-    error = CommitUnknown(
-        f"whether {wanted.checkpoint} was decided is not known: {cause}",
-        key=key,
-        next_step=f"nothing was deleted; resolve transaction {wanted.txn} when the store answers again",
-    )
-    error.txn = wanted.txn
-    return error
-
-
-def claim_abort(store: Store, checkpoint: str, txn: str, *, writer: str | None = None) -> Decision:
-    """Settle a transaction from any process: claim the first free slot with an abort that names it.
-
-    A stalled writer must pass through that slot, so it can never commit afterwards.
-
-    Returns:
-        The decision that settles `txn`: an abort, or the commit that already stands.
-
-    Raises:
-        CommitUnknown: No answer could be had.
-    """
-    check_checkpoint(checkpoint)
-    check_txn(txn)
-    who = writer if writer is not None else default_writer()
-    decided_at = _now()
-
-    def build(slot: int) -> Decision:
-        return Decision(
-            kind="abort",
-            checkpoint=checkpoint,
-            slot=slot,
-            step=step_of(checkpoint),
-            txn=txn,
-            writer=who,
-            decided_at=decided_at,
-        )
-
-    try:
-        return _claim(store, build, lambda _found: None)
-    except StoreError as error:
-        raise _unknown(build(0), decision_key(checkpoint, 0), error.message) from error
-
-
-def resolve(store: Store, checkpoint: str, txn: str, *, force: bool = False) -> Decision | None:
-    """What became of a transaction whose commit was unknown; the answer never changes once given.
-
-    Args:
-        store: The store.
-        checkpoint: Its checkpoint.
-        txn: Its id, from `CommitUnknown.txn`.
-        force: If it is still undecided, abort it, so that there is an answer.
-
-    Returns:
-        The commit or the abort that settles it; None if undecided and not `force`.
-
-    Raises:
-        CommitUnknown: No answer could be had.
-        StoreError: The decisions could not be read.
-    """
-    for decision in walk_slots(store, checkpoint):
-        if decision.txn == txn:
-            return _confirm(store, decision)
-    return claim_abort(store, checkpoint, txn) if force else None
 
 
 def _look_at(store: Store, shard: Shard, visibility: Visibility) -> None:
@@ -496,7 +378,3 @@ def _point_at(store: Store, decision: Decision) -> None:
         store.put(LATEST_KEY, BytesSource(encode(pointer)))
     except Exception as error:  # noqa: BLE001 - not even a backend's bug may report a standing commit as failed
         log.warning("committed %s, but the hint %s was not updated: %s", decision.checkpoint, LATEST_KEY, error)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from txstore import catalog, decisions, manifest, retry, store, sweep, transaction
+from txstore import catalog, decisions, manifest, retry, slots, store, sweep, transaction
 from txstore.errors import AlreadyExistsError, CommitUnknown, StoreError
 from txstore.keys import decision_key, manifest_key
 from txstore.testing import model, protocol
@@ -188,10 +188,10 @@ Patch = AbstractContextManager[object]
 
 real_begin = transaction.begin
 real_begin_record = transaction.Begin
-real_claim = transaction._claim
+real_claim = slots.claim
 real_commit = Transaction.commit
 real_delete_attempt = sweep._delete_attempt
-real_is_settled = transaction._is_settled
+real_is_settled = slots.is_settled
 real_must_stop = Transaction._must_stop
 real_why_orphan = sweep._why_orphan
 
@@ -365,11 +365,11 @@ class Mutation:
 
 READ_BACK = (
     lambda: patch(retry.RetryingStore, "create", create_without_reading_back),
-    lambda: patch(transaction, "_is_settled", no_commit_is_mine),
+    lambda: patch(slots, "is_settled", no_commit_is_mine),
 )
 SAME_BYTES = (
     lambda: patch(retry.RetryingStore, "create", create_with_fresh_bytes),
-    lambda: patch(transaction, "_is_settled", a_commit_is_mine_if_bytes_agree),
+    lambda: patch(slots, "is_settled", a_commit_is_mine_if_bytes_agree),
 )
 
 RULES: dict[str, Mutation] = {
@@ -409,10 +409,10 @@ RULES: dict[str, Mutation] = {
         lambda: patch(Transaction, "_must_stop", go_on_past_my_abort), "abort", "is both abort and commit"
     ),
     "an abort yields to the commit that it meets": Mutation(
-        lambda: patch(transaction, "_is_settled", an_abort_passes_a_commit), "abort", "is both commit and abort"
+        lambda: patch(slots, "is_settled", an_abort_passes_a_commit), "abort", "is both commit and abort"
     ),
     "slots are contiguous from 0": Mutation(
-        lambda: patch(transaction, "_claim", abort_in_slot_1), "abort", "not contiguous from 0"
+        lambda: patch(slots, "claim", abort_in_slot_1), "abort", "not contiguous from 0"
     ),
     "create is conditional": Mutation(
         both, "writers", "was replaced", lambda world: replace(world, apply=create_that_replaces)

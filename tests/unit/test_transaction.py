@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import txstore_posix
-from txstore import transaction
+from txstore import slots, transaction
 from txstore.catalog import find, newest
 from txstore.checksum import BLOCK_BYTES
 from txstore.errors import (
@@ -129,7 +129,7 @@ def test_the_same_transaction_committed_by_two_incarnations_is_one_commit(store)
     attempt, shards = prepare(store)
     twin = Transaction(store, attempt.ticket, stood=frozenset(), world_size=2, writer=attempt._writer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transaction, "_now", lambda: "now")
+        patch.setattr(slots, "now", lambda: "now")
         assert commit(attempt, shards) == commit(twin, shards)
     assert len(list(store.list("commits/"))) == 1
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from txstore import transaction
+from txstore import slots, transaction
 from txstore.catalog import find, newest
 from txstore.checksum import crc32c
 from txstore.decisions import gone, read_index, read_manifest
@@ -78,13 +78,13 @@ def deterministic(name: str) -> Iterator[None]:
     """Make the transaction code a function of its replies: ids, names and times are the actor's own."""
     ticks = count()
     with ExitStack() as stack:
-        for attribute, value in (
-            ("new_txn", lambda: txn_of(name)),
-            ("default_writer", lambda: name),
-            ("_now", lambda: f"2026-01-01T00:00:{next(ticks):02}.000+00:00"),
-            ("time", SimpleNamespace(time=lambda: 0.0)),
+        for module, attribute, value in (
+            (transaction, "new_txn", lambda: txn_of(name)),
+            (slots, "default_writer", lambda: name),
+            (slots, "now", lambda: f"2026-01-01T00:00:{next(ticks):02}.000+00:00"),
+            (transaction, "time", SimpleNamespace(time=lambda: 0.0)),
         ):
-            stack.enter_context(mock.patch.object(transaction, attribute, value))
+            stack.enter_context(mock.patch.object(module, attribute, value))
         yield
 
 

@@ -1,0 +1,148 @@
+"""The slot walk: claiming a slot for a commit or an abort, and settling what is unknown.
+
+A commit and an abort compete for one key through the same `create`, so exactly one of them stands (commit protocol,
+"The slot walk"; ADR 0001). Every function may run in any process.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from txstore.decisions import read_decision, walk_slots
+from txstore.errors import AlreadyExistsError, CommitUnknown, FormatError, OutcomeUnknownError, StoreError
+from txstore.keys import check_checkpoint, check_txn, decision_key, step_of
+from txstore.manifest import Decision, encode
+from txstore.store import Store
+
+
+def default_writer() -> str:
+    """Host and process, for the people who read the records."""
+    return f"{platform.node()}:{os.getpid()}"
+
+
+def now() -> str:
+    """The time, for the people who read the records; nothing is ordered by it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def claim(store: Store, build: Callable[[int], Decision], must_stop: Callable[[Decision], None]) -> Decision:
+    """The slot walk: claim the first free slot with the decision built for it.
+
+    Returns:
+        The decision of this transaction that stands: the one just made, or one made earlier.
+    """
+    slot = 0
+    while True:
+        wanted = build(slot)
+        found = read_decision(store, wanted.checkpoint, slot)
+        if found is None:
+            key = decision_key(wanted.checkpoint, slot)
+            try:
+                store.create(key, encode(wanted))
+            except AlreadyExistsError:
+                found = read_decision(store, wanted.checkpoint, slot)
+                if found is None:
+                    raise unknown(wanted, key, "the record appeared and vanished") from None
+            except OutcomeUnknownError as error:
+                raise unknown(wanted, key, error.message) from error
+            else:
+                return wanted
+        if is_settled(found, wanted):
+            return confirm(store, found)
+        must_stop(found)
+        slot += 1
+
+
+def is_settled(found: Decision, wanted: Decision) -> bool:
+    """Whether `found` is the end of the transaction that `wanted` is about."""
+    if found.txn != wanted.txn:
+        return False
+    if found.kind == wanted.kind == "commit" and found.manifest != wanted.manifest:
+        raise FormatError("one transaction committed two different manifests", key=found.txn)
+    return found.kind == "commit" or wanted.kind == "abort"
+
+
+def confirm(store: Store, found: Decision) -> Decision:
+    """Make a decision that we merely saw durable before anybody relies on it.
+
+    A record can be visible and not yet durable (POSIX: linked, directory not synced). `create` with the
+    same bytes syncs it again before it says "exists".
+    """
+    key = decision_key(found.checkpoint, found.slot)
+    try:
+        store.create(key, encode(found))
+    except AlreadyExistsError:
+        return found
+    except StoreError as error:
+        # A refusal too: the record is there, so "it failed" would be wrong, and "it stands" is not sure.
+        raise unknown(found, key, error.message) from error
+    return found
+
+
+def unknown(wanted: Decision, key: str, cause: str) -> CommitUnknown:
+    """The error for a decision about `wanted.txn` of which nobody can say whether it stands."""
+    error = CommitUnknown(
+        f"whether {wanted.checkpoint} was decided is not known: {cause}",
+        key=key,
+        next_step=f"nothing was deleted; resolve transaction {wanted.txn} when the store answers again",
+    )
+    error.txn = wanted.txn
+    return error
+
+
+def claim_abort(store: Store, checkpoint: str, txn: str, *, writer: str | None = None) -> Decision:
+    """Settle a transaction from any process: claim the first free slot with an abort that names it.
+
+    A stalled writer must pass through that slot, so it can never commit afterwards.
+
+    Returns:
+        The decision that settles `txn`: an abort, or the commit that already stands.
+
+    Raises:
+        CommitUnknown: No answer could be had.
+    """
+    check_checkpoint(checkpoint)
+    check_txn(txn)
+    who = writer if writer is not None else default_writer()
+    decided_at = now()
+
+    def build(slot: int) -> Decision:
+        return Decision(
+            kind="abort",
+            checkpoint=checkpoint,
+            slot=slot,
+            step=step_of(checkpoint),
+            txn=txn,
+            writer=who,
+            decided_at=decided_at,
+        )
+
+    try:
+        return claim(store, build, lambda _found: None)
+    except StoreError as error:
+        raise unknown(build(0), decision_key(checkpoint, 0), error.message) from error
+
+
+def resolve(store: Store, checkpoint: str, txn: str, *, force: bool = False) -> Decision | None:
+    """What became of a transaction whose commit was unknown; the answer never changes once given.
+
+    Args:
+        store: The store.
+        checkpoint: Its checkpoint.
+        txn: Its id, from `CommitUnknown.txn`.
+        force: If it is still undecided, abort it, so that there is an answer.
+
+    Returns:
+        The commit or the abort that settles it; None if undecided and not `force`.
+
+    Raises:
+        CommitUnknown: No answer could be had.
+        StoreError: The decisions could not be read.
+    """
+    for decision in walk_slots(store, checkpoint):
+        if decision.txn == txn:
+            return confirm(store, decision)
+    return claim_abort(store, checkpoint, txn) if force else None
