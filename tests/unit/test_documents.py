@@ -239,6 +239,7 @@ CHANGES = [
     ("manifest.json", "totals.bytes", 1),
     ("manifest.json", "shards", []),
     ("manifest.json", "totals.shards", 1),
+    ("manifest.json", "shards.1.key", FILES[0].key),
     *((name, "checkpoint", value) for name in ("begin.json", "pointer.json") for value in ("../x", "", "a/b")),
     *((name, "txn", value) for name in ("begin.json", "pointer.json") for value in ("../x", "", TXN[:-1])),
     ("begin.json", "checkpoint", "step-1001"),

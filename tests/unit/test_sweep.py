@@ -8,6 +8,7 @@ from txstore.keys import DATA_PREFIX, begin_key, decision_key, parse_attempt, re
 from txstore.memory import MemoryStore
 from txstore.store import BytesSource, ObjectInfo
 from txstore.sweep import GRACE_FLOOR_S, expired, retire, sweep
+from txstore.testing.faults import FaultyStore
 from txstore.testing.saves import AT_ONCE, index_of, load, save
 from txstore.transaction import begin, write_shard
 
@@ -255,3 +256,13 @@ def test_aborted_and_retired_decisions_are_not_retired_again(run):
         retire(run, decision)
     assert expired(entries(run), keep_last=1) == []
     assert newest(run).checkpoint == "step-100"
+
+
+def test_the_begin_of_an_attempt_goes_last():
+    """Until then a sweep that died half-way can be told from a stray rank's late write, and its age is known."""
+    store = MemoryStore()
+    attempt, _ = stall(store)
+    deletes = FaultyStore(store, verb="delete")
+    sweep(deletes, grace_s=0, force=True, dry_run=False)
+    assert [key for _, key in deletes.log][-1] == begin_key("step-5", attempt.ticket.txn)
+    assert len(deletes.log) == 2

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import threading
 from dataclasses import replace
@@ -344,7 +345,16 @@ def check_race(store, outcomes):
     check_content(contents(store))
 
 
-def test_threads_that_save_one_checkpoint_have_one_winner(store):
+@pytest.fixture
+def restless():
+    """Threads take turns a thousand times as often, or one would save all before the next one looks."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(usual / 1000)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def test_threads_that_save_one_checkpoint_have_one_winner(store, restless):
     threads, rounds = 8, 40
     outcomes = [None] * threads
     barrier = threading.Barrier(threads)
