@@ -1,4 +1,4 @@
-"""Ranks that die in the middle of a save: survivors fail in time, the old checkpoint stands, the step is saved again."""
+"""Ranks that die in the middle of a save: survivors fail in time, the old one stands, the step is saved again."""
 
 from __future__ import annotations
 

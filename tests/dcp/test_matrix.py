@@ -112,6 +112,16 @@ def test_everything_at_once_in_small_files(tmp_path: Path, root: str) -> None:
     same(load(target_of(state), root, threads=1), wanted)
 
 
+def test_a_strided_tensor_of_many_pieces(root: str) -> None:
+    """Larger than what is copied at once, and than what the store asks for at once."""
+    value = (torch.arange(40 << 20, dtype=torch.int32) * 7 >> 5).to(torch.uint8).reshape(1 << 10, -1).t()
+    save({"t": value, "u": value[::2, 3:]}, root)
+    same(
+        load({"t": torch.zeros_like(value), "u": torch.zeros_like(value[::2, 3:])}, root),
+        {"t": value, "u": value[::2, 3:]},
+    )
+
+
 @pytest.mark.parametrize("layout", ["transposed", "channels-last", "column", "flipped-storage", "byte-offset"])
 def test_targets_of_any_layout(layout: str, root: str) -> None:
     value = torch.arange(2 * 3 * 40 * 50, dtype=torch.float64).reshape(2, 3, 40, 50)

@@ -282,14 +282,15 @@ def test_an_unknown_commit_says_so_on_all_ranks(pool: Pool, root: str) -> None:
 def third_shard(me: Rank, root: str, threads: int, part: str) -> dict[int, BaseException]:
     """One of several files of one rank fails on a helper thread."""
     faulty = store_faults(me, root, 1, Fault(Raise("locked"), "put", part))
-    return refused_save(me, root, lambda: save(me, faulty, "step-2", 2, shard_bytes=100, threads=threads))
+    found = refused_save(me, root, lambda: save(me, faulty, "step-2", 2, shard_bytes=100, threads=threads))
+    assert "planted" in str(found[1]), "the cause, not only that something is missing"
+    return found
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_error_of_a_helper_thread_is_dropped(threads: int, pool: Pool, root: str) -> None:
     found = agreed(pool.run(2, third_shard, root, threads, "rank-00001-00001"))
     assert list(found) == [1]
-    assert "planted" in str(found[1])
 
 
 def limited(me: Rank, root: str) -> dict[int, BaseException]:
