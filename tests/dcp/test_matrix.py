@@ -20,7 +20,7 @@ NAME = "step-1"
 
 pytestmark = pytest.mark.filterwarnings(
     # torch about its own dtypes and layouts
-    "ignore:ComplexHalf support:UserWarning",
+    "ignore:B?Complex(Half|32) support:UserWarning",
     "ignore:torch.quantize_per_tensor:UserWarning",
     "ignore:Sparse CSR tensor support:UserWarning",
     "ignore:TypedStorage:UserWarning",

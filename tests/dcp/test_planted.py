@@ -143,8 +143,12 @@ LOCAL: dict[str, Local] = {
         Bug(writer.StorageWriter, "write_data", "ticket = _arrived.ticket", "ticket = plan.storage_data.ticket"),
         test_async.test_cached_plans,
     ),
+    "what was sent is not looked at again": Local(
+        Bug(store.ChecksummedSource, "_look_again", "if data is not None:", "if False:"),
+        lambda root, _: test_refusals.test_state_that_changes_between_checksum_and_write(1.0, root),
+    ),
     "a state that changes is not noticed": Local(
-        Bug(store.ChecksummedSource, "read", "known is not None and known != value", "False"),
+        Bug(store.ChecksummedSource, "_check", "known is not None and known != value", "False"),
         lambda root, _: test_refusals.test_state_that_changes_while_it_is_written(root),
     ),
     "a removed checkpoint is called damaged": Local(
