@@ -114,7 +114,7 @@ class BytesSource(Source):
 
 
 class ChecksummedSource(Source):
-    """Adds the block checksums of what passes through: the one checksum pass of a save.
+    """Adds the block checksums of what passes through; nothing else in a save computes any.
 
     Reads must begin on a block boundary and end on one or at the end of the source. A block that
     is read again (a retry) must have the same checksum. And what a thread has read is looked at once more
