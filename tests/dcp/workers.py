@@ -28,6 +28,7 @@ from typing import Any, Self
 WORLD = 4
 GLOO_TIMEOUT_S = 20
 DEADLINE_S = 30.0
+START_S = 150.0  # the first pool waits for the fork server to import torch
 _PRELOAD = [
     "torch",
     "torch.distributed.checkpoint",
@@ -73,7 +74,7 @@ class Pool:
             self._processes.append(process)
             self._pipes.append(ours)
             self.pids.append(process.pid or 0)
-        self._collect(range(world), DEADLINE_S)
+        self._collect(range(world), START_S)
 
     def outcomes(
         self, world: int, task: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
