@@ -26,6 +26,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from threading import get_ident
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
@@ -113,14 +114,16 @@ class BytesSource(Source):
 
 
 class ChecksummedSource(Source):
-    """Adds the block checksums of what passes through: the one checksum pass of a save.
+    """Adds the block checksums of what passes through; nothing else in a save computes any.
 
     Reads must begin on a block boundary and end on one or at the end of the source. A block that
-    is read again (a retry) must have the same checksum.
+    is read again (a retry) must have the same checksum. And what a thread has read is looked at once more
+    when it reads on or asks for `blocks`, by when it has been sent: memory that changed between checksum
+    and write would make a committed block that nobody can read.
 
-    Raises (from `read`):
-        PlanMismatch: The bytes changed between two reads, as when training goes on while a tensor
-            that was not staged is being written.
+    Raises (from `read` and `blocks`):
+        PlanMismatch: The bytes changed, as when training goes on while a tensor that was not staged is
+            being written.
     """
 
     def __init__(self, inner: Source, name: str = "") -> None:
@@ -128,12 +131,24 @@ class ChecksummedSource(Source):
         self._name = name
         self.size = inner.size
         self._blocks: list[int | None] = [None] * -(-inner.size // BLOCK_BYTES)
+        self._sending: dict[int, tuple[int, memoryview]] = {}  # by thread: what it read last
 
     def read(self, start: int, stop: int) -> Buffer:
         """The inner source's bytes, their blocks checksummed."""
+        self._look_again(get_ident())
         data = memoryview(self._inner.read(start, stop)).cast("B")
         if start % BLOCK_BYTES or data.nbytes != stop - start or (stop % BLOCK_BYTES and stop != self.size):
             raise ValueError(f"read of {start}:{stop} is not aligned to blocks of {BLOCK_BYTES} bytes")
+        self._check(start, data)
+        self._sending[get_ident()] = start, data
+        return data
+
+    def _look_again(self, thread: int) -> None:
+        start, data = self._sending.pop(thread, (0, None))
+        if data is not None:
+            self._check(start, data)
+
+    def _check(self, start: int, data: memoryview) -> None:
         for offset in range(0, data.nbytes, BLOCK_BYTES):
             number = (start + offset) // BLOCK_BYTES
             value = crc32c(data[offset : offset + BLOCK_BYTES])
@@ -145,7 +160,6 @@ class ChecksummedSource(Source):
                     next_step="stage the state first (dcp.async_save does), or do not train during dcp.save",
                 )
             self._blocks[number] = value
-        return data
 
     def crc32c(self, start: int, stop: int) -> int:
         """Combined from the blocks; no byte is read again."""
@@ -164,6 +178,8 @@ class ChecksummedSource(Source):
         Raises:
             ValueError: Some block was never read, so the object cannot have been written.
         """
+        for thread in list(self._sending):
+            self._look_again(thread)
         done = tuple(block for block in self._blocks if block is not None)
         if len(done) != len(self._blocks):
             raise ValueError(f"{len(self._blocks) - len(done)} blocks of {self._name!r} were never read")

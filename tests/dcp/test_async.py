@@ -29,6 +29,11 @@ WAIT_S = 20
 
 @pytest.fixture(autouse=True)
 def _no_cached_plans() -> None:
+    forget_plans()
+
+
+def forget_plans() -> None:
+    """DCP keeps cached plans on the class, for the whole process."""
     for name, cache in vars(SavePlanner).items():
         if name.startswith("_cached"):
             cache.clear()
@@ -221,6 +226,7 @@ def cached(**options: Any) -> dcp.DefaultSavePlanner:
 
 
 def test_cached_plans(root: str, tmp_path: Path) -> None:
+    forget_plans()
     writer, other = StorageWriter(root), StorageWriter(f"{root}-other")
 
     def go(name: str, number: int, to: StorageWriter, *extra: str) -> None:
@@ -280,7 +286,7 @@ class Brooding(dcp.DefaultSavePlanner):
     kept: ClassVar[list[Any]] = []
 
     def brood(self) -> None:
-        for plan in self.kept:
+        for plan in reversed(self.kept):  # the oldest comes last
             copy.deepcopy(plan)
             pickle.loads(pickle.dumps(plan))
 

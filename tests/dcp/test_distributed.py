@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from workers import Pool, Rank
 
-from txstore.dcp import StorageReader, StorageWriter
+from txstore.dcp import StorageReader, StorageWriter, StrictLoadPlanner
 
 NAME = "step-1"
 
@@ -388,3 +389,35 @@ def load_into_meta(me: Rank, root: str) -> None:
 
 def test_meta_targets_are_made(pool: Pool, root: str) -> None:
     pool.run(2, load_into_meta, root)
+
+
+def local_shards(me: Rank, root: str) -> None:
+    """Plain local tensors that say which parts of a global one they are: torch 2.14's CheckpointableTensor."""
+    rows = 3 * me.world
+
+    def local(fill: bool) -> torch.Tensor:
+        # Two shards in one padded buffer: rows r and r + world of the global tensor.
+        whole = value((rows, 5))
+        buffer = torch.full((4, 5), -1.0)
+        if fill:
+            buffer[0], buffer[2] = whole[me.rank], whole[me.rank + me.world]
+        buffer.global_shape = (rows - me.world, 5)  # type: ignore[attr-defined]
+        buffer.global_offsets = ((me.rank, 0), (me.rank + me.world, 0))  # type: ignore[attr-defined]
+        buffer.local_offsets = ((0, 0), (2, 0))  # type: ignore[attr-defined]
+        buffer.local_sizes = ((1, 5), (1, 5))  # type: ignore[attr-defined]
+        return buffer
+
+    dcp.save({"t": local(True)}, checkpoint_id=NAME, storage_writer=StorageWriter(root), process_group=me.group)
+    for planner in (dcp.DefaultLoadPlanner(), StrictLoadPlanner()):
+        target = local(False)
+        dcp.load({"t": target}, storage_reader=StorageReader(root), planner=planner, process_group=me.group)
+        assert torch.equal(target, local(True))
+    plain = {"t": torch.zeros(2 * me.world, 5)}
+    dcp.load(plain, storage_reader=StorageReader(root), process_group=me.group)
+    assert torch.equal(plain["t"], value((rows, 5))[: 2 * me.world])
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_checkpointable_tensors(world: int, pool: Pool, root: str) -> None:
+    if find_spec("torch.distributed.checkpoint.protocol") is not None:  # torch 2.14 brought it
+        pool.run(world, local_shards, root)

@@ -138,6 +138,22 @@ def test_stock_hugging_face_reader_reshards_an_attempt(pool: Pool, root: str) ->
     pool.run(1, hugging_face_load, str(attempt(root)))
 
 
+def tiles_for_others(me: Rank, root: str) -> None:
+    """Several chunks of one tensor on a rank: each file holds a name once, so others find all of them."""
+    from test_distributed import Tiles, value
+
+    corners = [(row, column) for row in (0, 2, 4) for column in (0, 2, 4)]
+    state = {"t": Tiles.make(value((6, 6)), corners)}
+    dcp.save(state, checkpoint_id="step-1", storage_writer=StorageWriter(root), process_group=me.group)
+    target = {"t": torch.zeros(6, 6)}
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(attempt(root))), process_group=me.group)
+    assert torch.equal(target["t"], value((6, 6)))
+
+
+def test_stock_reader_finds_several_chunks_of_a_rank(pool: Pool, root: str) -> None:
+    pool.run(1, tiles_for_others, root)
+
+
 def test_headers_are_padded_and_aligned(root: str) -> None:
     save(tensors(), root, shard_bytes=1000)
     for path in shards(root):

@@ -1,4 +1,4 @@
-"""Ranks that die in the middle of a save: survivors fail in time, the old checkpoint stands, the step is saved again."""
+"""Ranks that die in the middle of a save: survivors fail in time, the old one stands, the step is saved again."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_rank_is_killed(rank: int, verb: str, part: str, after: bool, decided:
     assert outcomes[rank].lost
     survivor = outcomes[1 - rank]
     assert survivor.error is not None, "the survivor must not believe that it saved"
-    assert took_s < GLOO_TIMEOUT_S + 5
+    assert took_s < 30
 
     store = open_store(root)
     assert newest(store).checkpoint == ("step-2" if decided else "step-1")

@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from txstore.dcp import StorageReader, StorageWriter
-from txstore.errors import TxStoreError, UnsupportedValue
+from txstore.errors import TxStoreError, UnsafeObject, UnsupportedValue
 
 NAME = "step-1"
 
 pytestmark = pytest.mark.filterwarnings(
     # torch about its own dtypes and layouts
-    "ignore:ComplexHalf support:UserWarning",
+    "ignore:B?Complex(Half|32) support:UserWarning",
     "ignore:torch.quantize_per_tensor:UserWarning",
     "ignore:Sparse CSR tensor support:UserWarning",
     "ignore:TypedStorage:UserWarning",
@@ -110,6 +110,16 @@ def test_everything_at_once_in_small_files(tmp_path: Path, root: str) -> None:
     assert len(objects_under(root, ".safetensors")) >= 4
     same(load(target_of(state), root, threads=3), wanted)
     same(load(target_of(state), root, threads=1), wanted)
+
+
+def test_a_strided_tensor_of_many_pieces(root: str) -> None:
+    """Larger than what is copied at once, and than what the store asks for at once."""
+    value = (torch.arange(40 << 20, dtype=torch.int32) * 7 >> 5).to(torch.uint8).reshape(1 << 10, -1).t()
+    save({"t": value, "u": value[::2, 3:]}, root)
+    same(
+        load({"t": torch.zeros_like(value), "u": torch.zeros_like(value[::2, 3:])}, root),
+        {"t": value, "u": value[::2, 3:]},
+    )
 
 
 @pytest.mark.parametrize("layout", ["transposed", "channels-last", "column", "flipped-storage", "byte-offset"])
@@ -233,6 +243,46 @@ def _named(writer: Any) -> Any:
     if isinstance(writer, StorageWriter):
         writer.reset(NAME)
     return writer
+
+
+def test_wrapper_subclasses_as_stock_does(tmp_path: Path, root: str, caplog: pytest.LogCaptureFixture) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def build(fill: float) -> dict[str, Any]:
+        return {"t": TwoTensor(torch.full((3, 4), fill), torch.full((3, 4), -fill)), "w": torch.full((5,), fill)}
+
+    with torch.serialization.safe_globals([TwoTensor]):
+        wanted = stock(build(2), build(0), tmp_path / "stock")
+        assert torch.equal(wanted["t"].b, torch.full((3, 4), -2.0))
+        save(build(2), root)
+        assert "'t'" not in caplog.text
+        found = load(build(0), root)
+        for half in ("a", "b"):
+            assert bits(getattr(found["t"], half)) == bits(getattr(wanted["t"], half))
+    # Outside the allow-list it is refused before anything is changed, by key; trust opens it.
+    target = build(0)
+    with pytest.raises(CheckpointException) as caught:
+        load(target, root)
+    error = failure(caught.value)
+    assert isinstance(error, UnsafeObject)
+    assert error.key == "t"
+    assert float(target["w"].sum()) == 0
+    assert torch.equal(load(target, root, trust_objects=True)["t"].b, torch.full((3, 4), -2.0))
+    save(build(2), f"{root}-2")
+    assert "'t'" in caplog.text
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_default_device_changes_nothing(device: str, root: str) -> None:
+    """Models are often built and loaded under ``with torch.device(...)``."""
+    value = torch.arange(60.0).reshape(3, 4, 5)
+    quantized = of_dtype(torch.quint8)
+    state = {"t": value.transpose(0, 2), "q": quantized, "o": {"x": [1]}}
+    target = {"t": torch.zeros(3, 5, 4).permute(1, 2, 0), "q": of_dtype(torch.quint8, seed=0), "o": {"x": None}}
+    with torch.device(device):
+        save(state, root)
+        load(target, root, threads=1)
+    same(target, {**state, "t": value.transpose(0, 2)})
 
 
 class Wrapper(torch.Tensor):

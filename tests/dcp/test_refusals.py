@@ -22,7 +22,7 @@ from torch.futures import Future
 from workers import Pool, Rank
 
 from txstore.catalog import entries, find, newest
-from txstore.dcp import StorageReader, StorageWriter
+from txstore.dcp import StorageReader, StorageWriter, StrictLoadPlanner
 from txstore.errors import (
     AlreadyCommitted,
     CheckpointNotFound,
@@ -282,14 +282,15 @@ def test_an_unknown_commit_says_so_on_all_ranks(pool: Pool, root: str) -> None:
 def third_shard(me: Rank, root: str, threads: int, part: str) -> dict[int, BaseException]:
     """One of several files of one rank fails on a helper thread."""
     faulty = store_faults(me, root, 1, Fault(Raise("locked"), "put", part))
-    return refused_save(me, root, lambda: save(me, faulty, "step-2", 2, shard_bytes=100, threads=threads))
+    found = refused_save(me, root, lambda: save(me, faulty, "step-2", 2, shard_bytes=100, threads=threads))
+    assert "planted" in str(found[1]), "the cause, not only that something is missing"
+    return found
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_error_of_a_helper_thread_is_dropped(threads: int, pool: Pool, root: str) -> None:
     found = agreed(pool.run(2, third_shard, root, threads, "rank-00001-00001"))
     assert list(found) == [1]
-    assert "planted" in str(found[1])
 
 
 def limited(me: Rank, root: str) -> dict[int, BaseException]:
@@ -728,3 +729,55 @@ def test_state_that_changes_while_it_is_written(root: str) -> None:
     assert isinstance(error, PlanMismatch)
     assert "changed" in str(error)
     assert entries(open_store(root)) == []
+
+
+@pytest.mark.parametrize("where", [0.5, 1.0])
+def test_state_that_changes_between_checksum_and_write(where: float, root: str) -> None:
+    """The bytes on disk would then fail their own checksum: committed, and readable by nobody."""
+    from txstore_posix.config import PosixConfig
+    from txstore_posix.store import PosixStore
+    from txstore_posix.syscalls import Syscalls
+
+    tensor = torch.zeros(10 << 20)
+    element = min(int(len(tensor) * where), len(tensor) - 1)
+
+    class Training(Syscalls):
+        def pwrite(self, fd: int, data: Any, offset: int) -> int:
+            if offset <= 4096 + 4 * element < offset + len(data):
+                tensor[element] += 1
+            return super().pwrite(fd, data, offset)
+
+    store = PosixStore(PosixConfig.from_url(root), Training())
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": tensor}, checkpoint_id="step-1", storage_writer=StorageWriter(store), no_dist=True)
+    assert isinstance(caught.value.failures[0][0], PlanMismatch)
+    assert "changed" in str(caught.value)
+    assert float(tensor.sum()) == 1, "it was caught at once"
+    assert entries(open_store(root)) == []
+
+
+def test_the_strict_planner_lists_all_differences(root: str) -> None:
+    save_quietly({"model": {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4), "n": 5}}, root)
+    wrong = {
+        "model": {
+            "_orig_mod.a": torch.zeros(2),
+            "b": torch.zeros(7),
+            "c": torch.zeros(4, dtype=torch.int32),
+            "n": torch.zeros(1),
+        }
+    }
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(wrong, storage_reader=StorageReader(root), planner=StrictLoadPlanner(), no_dist=True)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, StateMismatch)
+    assert error.key == "model._orig_mod.a"
+    for text in (
+        "the checkpoint has 'model.a'",
+        "shape (7,), (3,)",
+        "torch.int32, torch.float32",
+        "'model.n' is a tensor",
+    ):
+        assert text in str(error)
+    right = {"model": {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(4), "n": None}}
+    dcp.load(right, storage_reader=StorageReader(root), planner=StrictLoadPlanner(), no_dist=True)
+    same(right["model"]["b"], torch.ones(3))

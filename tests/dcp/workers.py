@@ -28,6 +28,7 @@ from typing import Any, Self
 WORLD = 4
 GLOO_TIMEOUT_S = 20
 DEADLINE_S = 30.0
+START_S = 150.0  # the first pool waits for the fork server to import torch
 _PRELOAD = [
     "torch",
     "torch.distributed.checkpoint",
@@ -73,7 +74,7 @@ class Pool:
             self._processes.append(process)
             self._pipes.append(ours)
             self.pids.append(process.pid or 0)
-        self._collect(range(world), DEADLINE_S)
+        self._collect(range(world), START_S)
 
     def outcomes(
         self, world: int, task: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
@@ -93,6 +94,28 @@ class Pool:
         if failed:
             raise RankFailed("\n".join(f"rank {one.rank}: {one.trace or 'lost'}" for one in failed))
         return [outcome.value for outcome in outcomes]
+
+    def first_failure(
+        self, world: int, task: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
+    ) -> Outcome | None:
+        """Run a task that ought to fail: the first outcome that is an error, or None if there is none.
+
+        The pool is closed then, since other ranks may be waiting for the one that failed.
+        """
+        self.start(world, task, *args)
+        waiting = set(range(world))
+        while waiting:
+            ready = wait([self._pipes[rank] for rank in waiting], timeout=deadline_s)
+            for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
+                waiting.discard(rank)
+                outcome = self._receive(rank, self._pipes[rank])
+                if outcome.error is not None or outcome.lost:
+                    self.close()
+                    return outcome
+            if not ready:
+                self.close()
+                raise TimeoutError(f"no answer from ranks {sorted(waiting)} in {deadline_s} s")
+        return None
 
     def start(self, world: int, task: Callable[..., Any], *args: Any) -> None:
         """Send a task without waiting; `collect` later."""

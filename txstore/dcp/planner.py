@@ -51,7 +51,9 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
 
 def _differences(name: str, value: torch.Tensor, found: TensorStorageMetadata) -> Iterable[str]:
-    if value.size() != found.size:
-        yield f"{name!r} has shape {tuple(value.size())}, {tuple(found.size)} was saved"
+    # A local shard of torch 2.14's CheckpointableTensor protocol says itself what it is a part of.
+    shape = tuple(getattr(value, "global_shape", value.size()))
+    if shape != tuple(found.size):
+        yield f"{name!r} has shape {shape}, {tuple(found.size)} was saved"
     if value.dtype != found.properties.dtype:
         yield f"{name!r} is {value.dtype}, {found.properties.dtype} was saved"

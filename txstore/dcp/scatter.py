@@ -149,7 +149,7 @@ class _SlabCopy:
         for dim, (low, length) in enumerate(zip(self._slab.lower, self._slab.lengths, strict=True)):
             part = part.narrow(dim, low, length)
         # A fresh tensor, since a block's bytes need not be aligned to the dtype.
-        raw = torch.empty(data.nbytes, dtype=torch.uint8)
+        raw = torch.empty(data.nbytes, dtype=torch.uint8, device="cpu")
         as_bytes(raw)[:] = data
         part.copy_(raw.view(part.dtype).as_strided(self._slab.lengths, self._strides))
 

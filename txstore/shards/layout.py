@@ -166,15 +166,13 @@ def pack(extents: Iterable[Extent], target_bytes: int = SHARD_BYTES) -> list[Sha
     files: list[list[Extent]] = []
     sizes: list[int] = []
     headers: list[int] = []
-    names: list[set[str]] = []
     newest: dict[str, int] = {}  # name -> first file that may take it
     front = 0  # files before it are full
     for extent in extents:
         number = max(front, newest.get(extent.name, 0))
         described = _described_bytes(extent)
         while number < len(files) and (
-            extent.name in names[number]
-            or (sizes[number] and sizes[number] + extent.source.size > target_bytes)
+            (sizes[number] and sizes[number] + extent.source.size > target_bytes)
             or headers[number] + described > HEADER_BYTES
         ):
             number += 1
@@ -182,11 +180,9 @@ def pack(extents: Iterable[Extent], target_bytes: int = SHARD_BYTES) -> list[Sha
             files.append([])
             sizes.append(0)
             headers.append(0)
-            names.append(set())
         files[number].append(extent)
         sizes[number] += extent.source.size
         headers[number] += described
-        names[number].add(extent.name)
         newest[extent.name] = number + 1
         while front < len(files) and (sizes[front] >= target_bytes or headers[front] >= HEADER_BYTES - described):
             front += 1
