@@ -18,7 +18,7 @@ from txstore.slot_walk import resolve
 from txstore.store import BytesSource
 from txstore.sweep import retire, sweep
 from txstore.testing.faults import MODES, Crashed, FaultyStore
-from txstore.testing.protocol import check_content
+from txstore.testing.invariants import check_content
 from txstore.testing.saves import contents, load, save
 from txstore.transaction import begin, write_shard
 

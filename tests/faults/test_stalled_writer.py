@@ -32,7 +32,7 @@ from txstore.slot_walk import claim_abort, resolve
 from txstore.store import BytesSource
 from txstore.sweep import retire, sweep
 from txstore.testing.faults import Crashed, FaultyStore
-from txstore.testing.protocol import check_content
+from txstore.testing.invariants import check_content
 from txstore.testing.saves import AT_ONCE, contents, index_of, load, save
 from txstore.transaction import begin, write_shard
 

@@ -19,21 +19,18 @@ import pytest
 from txstore import catalog, decisions, manifest, retry, slot_walk, store, sweep, transaction
 from txstore.errors import AlreadyExistsError, CommitUnknown, StoreError
 from txstore.keys import decision_key, manifest_key
-from txstore.testing import model, protocol
-from txstore.testing.model import Actor, Request, Violation, World, explore
+from txstore.testing import invariants, model, protocol
+from txstore.testing.explorer import Explored, explore
+from txstore.testing.invariants import check_content, check_outcome, check_rest, frozen, watch
+from txstore.testing.model import Actor, Request, Violation, World
 from txstore.testing.protocol import (
     READER,
     READER_OF_NEWEST,
-    check_content,
-    check_outcome,
-    check_rest,
-    frozen,
     reader,
     resolver,
     retention,
     standing,
     sweeper,
-    watch,
     writer,
 )
 
@@ -87,7 +84,7 @@ def world(*actors: Actor, content: dict[str, bytes] | None = None, **faults: int
         check_outcome=check_outcome,
         check_rest=check_rest,
         watch=watch,
-        apply=protocol.apply,
+        apply=invariants.apply,
     )
 
 
@@ -130,11 +127,11 @@ WORLDS: dict[str, Callable[[], World]] = {
 
 
 @cache
-def explored(name: str) -> model.Explored:
+def explored(name: str) -> Explored:
     return explore(WORLDS[name]())
 
 
-def report(name: str, seen: model.Explored, begun: float) -> None:
+def report(name: str, seen: Explored, begun: float) -> None:
     print(
         f"{name}: {seen.states} states, {seen.events} events, {seen.contents} contents, "
         f"{seen.histories} histories, {time.perf_counter() - begun:.1f} s"
@@ -258,7 +255,7 @@ def create_with_fresh_bytes(self: retry.RetryingStore, key: str, data: bytes) ->
 
 
 def create_that_replaces(content: model.Content, request: Request) -> tuple[model.Reply, model.Content]:
-    return protocol.apply(content, request._replace(verb="put") if request.verb == "create" else request)
+    return invariants.apply(content, request._replace(verb="put") if request.verb == "create" else request)
 
 
 def no_commit_is_mine(found: Decision, wanted: Decision) -> bool:

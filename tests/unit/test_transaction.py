@@ -33,7 +33,7 @@ from txstore.memory import MemoryStore
 from txstore.slot_walk import claim_abort, resolve
 from txstore.store import BytesSource, ObjectInfo
 from txstore.testing.faults import FaultyStore
-from txstore.testing.protocol import check_content
+from txstore.testing.invariants import check_content
 from txstore.testing.saves import AT_ONCE, contents, index_of, load, save
 from txstore.transaction import Transaction, begin, write_shard
 
