@@ -31,7 +31,7 @@ TXSTORE_DEBUG=1 adds debug logs and tracebacks on stderr.
 
 app = typer.Typer(
     name="txstore",
-    help="Look at the checkpoints of a txstore store. Nothing here writes, deletes or unpickles.",
+    help="Look at the checkpoints of a txstore store. Nothing here unpickles, and only probe writes.",
     epilog=EXIT_CODES,
     add_completion=False,
     no_args_is_help=True,
@@ -134,6 +134,14 @@ def verify(
         lambda store: verifying.verify(store, url, name, everything=everything, depth=depth, seed=seed, blocks=blocks),
         as_json=as_json,
     )
+
+
+@app.command(epilog=EXIT_CODES)
+def probe(url: Url, *, as_json: AsJson = False) -> None:
+    """Try whether a store keeps the contract: writes, and removes again, one small object below probe/."""
+    from txstore.cli import probing  # noqa: PLC0415 - `ls` must not pay for it
+
+    run(url, lambda store: probing.run_probe(store, url), as_json=as_json)
 
 
 def _checked(checkpoint: str | None) -> str | None:
