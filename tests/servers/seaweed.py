@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import tempfile
@@ -11,6 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import boto3
 
 from tests.servers.base import free_port, running
 
@@ -90,3 +94,29 @@ def _answers(port: int) -> bool:
         return error.code == 403
     except OSError:
         return False
+
+
+class Bucket:
+    """A bucket on a running server, and the raw SDK to look behind the store's back.
+
+    Attributes:
+        options: What `open_store` needs to reach it.
+    """
+
+    def __init__(self, endpoint: Endpoint, name: str) -> None:
+        self.endpoint = endpoint
+        self.name = name
+        self.options: dict[str, Any] = {"endpoint_url": endpoint.url, "key": endpoint.key, "secret": endpoint.secret}
+        self.client = boto3.session.Session().client(
+            "s3",
+            endpoint_url=endpoint.url,
+            aws_access_key_id=endpoint.key,
+            aws_secret_access_key=endpoint.secret,
+            region_name="us-east-1",
+        )
+        self._numbers = itertools.count()
+        self.client.create_bucket(Bucket=name)
+
+    def new_prefix(self) -> str:
+        """A place that nobody has used."""
+        return f"runs/{next(self._numbers)}"
