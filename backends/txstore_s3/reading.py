@@ -59,7 +59,9 @@ class _Reader:
                 raise
 
     def _fill(self, answer: dict[str, Any], first: int, *, ranged: bool) -> None:
-        length = int(answer["ContentLength"])
+        length = answer.get("ContentLength")
+        if length is None:
+            raise TransientError("the reply was cut off", key=self._call.key).because("cut reply")
         status = answer["ResponseMetadata"]["HTTPStatusCode"]
         if ranged and status != 200:
             found = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))

@@ -7,7 +7,15 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from txstore.checksum import crc32c
-from txstore.errors import ConfigError, FormatError, IntegrityError, NotFoundError, StoreError
+from txstore.errors import (
+    ConfigError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    OutcomeUnknownError,
+    StoreError,
+    TransientError,
+)
 from txstore.keys import check_key
 from txstore.retry import Retrier, RetryPolicy
 from txstore.store import ObjectInfo, Source, Store, Unfinished
@@ -63,6 +71,7 @@ class S3Store(Store):
         wanted = {**names, **self._encryption(), **self._checksum(crc), "Body": body, "ContentLength": view.nbytes}
         with self._clients.request(Call("PutObject", key, "write")) as client:
             answer = client.put_object(**wanted)
+        _check_complete(answer, "ETag", key, OutcomeUnknownError)
         self._bucket_seen = True
         stored = decode_crc(answer.get("ChecksumCRC32C"))
         if stored not in {None, crc}:
@@ -73,7 +82,8 @@ class S3Store(Store):
         """See `Store.create`: one PutObject with ``If-None-Match: *``."""
         wanted = {**self._names(key), **self._encryption(), **self._checksum(crc32c(data))}
         with self._clients.request(Call("PutObject", key, "create")) as client:
-            client.put_object(**wanted, Body=bytes(data), IfNoneMatch="*")
+            answer = client.put_object(**wanted, Body=bytes(data), IfNoneMatch="*")
+        _check_complete(answer, "ETag", key, OutcomeUnknownError)
 
     def read(self, key: str, start: int = 0, size: int | None = None) -> bytes:
         """See `Store.read`."""
@@ -101,9 +111,14 @@ class S3Store(Store):
         except NotFoundError:
             self._check_bucket(key)
             raise
+        _check_complete(answer, "ContentLength", key, TransientError)
         self._bucket_seen = True
+        modified = answer.get("LastModified")
         return ObjectInfo(
-            key, answer["ContentLength"], decode_crc(answer.get("ChecksumCRC32C")), answer["LastModified"].timestamp()
+            key,
+            answer["ContentLength"],
+            decode_crc(answer.get("ChecksumCRC32C")),
+            modified.timestamp() if modified is not None else None,
         )
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
@@ -253,6 +268,12 @@ class S3Store(Store):
                 next_step="create the bucket first, or correct its name: txstore never creates one",
             ) from error
         self._bucket_seen = True
+
+
+def _check_complete(answer: dict[str, Any], field: str, key: str, kind: type[StoreError]) -> None:
+    """A reply that was cut off within its headers looks like success: the SDK only misses a field."""
+    if answer.get(field) in {None, ""}:
+        raise kind("the reply was cut off", key=key).because("cut reply")
 
 
 def _possible(prefix: str) -> bool:

@@ -221,6 +221,8 @@ class Upload:
                 answer = client.head_object(**self._names, **mode)
         except NotFoundError as error:
             raise UploadGoneError("the completed object is not there", key=self._key) from error
+        if answer.get("ContentLength") is None:
+            raise OutcomeUnknownError("HeadObject: the reply was cut off", key=self._key).because("cut reply")
         stored = decode_crc(answer.get("ChecksumCRC32C"))
         ours = answer.get("Metadata", {}).get(MARK) == self._mark
         same = answer["ContentLength"] == self._source.size and stored in {None, crc}
