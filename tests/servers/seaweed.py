@@ -116,6 +116,11 @@ class Bucket:
         )
         self._numbers = itertools.count()
         self.client.create_bucket(Bucket=name)
+        # The first writes wait until volumes are allocated, for seconds: longer than the timeouts that tests set.
+        for number in range(20):
+            self.client.put_object(Bucket=name, Key=f"warm/{number}", Body=b"x")
+        for number in range(20):
+            self.client.delete_object(Bucket=name, Key=f"warm/{number}")
 
     def new_prefix(self) -> str:
         """A place that nobody has used."""

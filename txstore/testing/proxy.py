@@ -51,7 +51,7 @@ class Answer:
 
     status: int
     body: bytes = b""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 Forward = Literal["now", "never", "later"]
