@@ -10,7 +10,7 @@ from txstore.retry import RETRIED, Retrier
 from txstore_s3.client import Clients
 from txstore_s3.errors import Call, code_of
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 256 << 10  # what a silence in the middle of a body costs at most: the SDK drops a chunk's beginning
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 _NOT_SATISFIABLE = 416
 
@@ -46,7 +46,7 @@ class _Reader:
             with self._clients.request(self._call) as client:
                 answer = client.get_object(**self._names, **want)
                 try:
-                    self._fill(answer, first, ranged="Range" in want)
+                    self._fill(answer, first, size, ranged="Range" in want)
                 finally:
                     answer["Body"].close()
         except AlreadyExistsError as error:  # 412: another object has taken its place
@@ -58,7 +58,7 @@ class _Reader:
             if code_of(error.__cause__)[0] != _NOT_SATISFIABLE:
                 raise
 
-    def _fill(self, answer: dict[str, Any], first: int, *, ranged: bool) -> None:
+    def _fill(self, answer: dict[str, Any], first: int, size: int | None, *, ranged: bool) -> None:
         length = answer.get("ContentLength")
         if length is None:
             raise TransientError("the reply was cut off", key=self._call.key).because("cut reply")
@@ -71,7 +71,7 @@ class _Reader:
             raise StoreError("the store ignores ranges", key=self._call.key, next_step="see docs/compatibility.md")
         self._etag = answer.get("ETag") or None
         if self.buffer is None:
-            self.buffer = memoryview(bytearray(length))
+            self.buffer = memoryview(bytearray(length if size is None else min(length, size)))
         room = self.buffer.nbytes - self.done
         left = min(length, room)
         while left:

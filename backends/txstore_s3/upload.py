@@ -151,14 +151,14 @@ class Upload:
         with ThreadPoolExecutor(min(self._workers, count), thread_name_prefix="txstore-s3-part") as pool:
             sent = [pool.submit(self._send_part, names, number) for number in range(1, count + 1)]
             try:
-                wait(sent, return_when=FIRST_EXCEPTION)
+                done, _ = wait(sent, return_when=FIRST_EXCEPTION)
+                errors = [error for one in done if (error := one.exception()) is not None]
             finally:
                 self._stop.set()
                 for one in sent:
                     one.cancel()
-        for one in sent:
-            if not one.cancelled() and (error := one.exception()) is not None:
-                raise error
+        if errors:
+            raise errors[0]
         return [one.result() for one in sent]
 
     def _send_part(self, names: dict[str, str], number: int) -> _Part:

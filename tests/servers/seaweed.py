@@ -53,12 +53,29 @@ def seaweed() -> Iterator[Endpoint]:
     with tempfile.TemporaryDirectory(prefix="txstore-seaweed-") as folder:
         config = Path(folder, "s3.json")
         config.write_text(json.dumps(_config()))
-        port = free_port()
-        with running(_command(weed, folder, config, port), ready=lambda: _answers(port)):
-            yield Endpoint(f"http://127.0.0.1:{port}", ACCESS_KEY, SECRET_KEY)
+        ports = [free_port() for _ in _PORTS]
+        try:
+            with running(_command(weed, folder, config, ports), ready=lambda: _answers(ports[0])):
+                yield Endpoint(f"http://127.0.0.1:{ports[0]}", ACCESS_KEY, SECRET_KEY)
+        finally:
+            for port in ports:  # sockets with a fixed place, which a killed server leaves
+                for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                    left.unlink(missing_ok=True)
 
 
-def _command(weed: str, folder: str, config: Path, port: int) -> list[str]:
+_PORTS = (
+    "s3.port",
+    "s3.port.grpc",
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+)
+
+
+def _command(weed: str, folder: str, config: Path, ports: list[int]) -> list[str]:
     options: dict[str, object] = {
         "dir": folder,
         "ip": "127.0.0.1",
@@ -69,7 +86,6 @@ def _command(weed: str, folder: str, config: Path, port: int) -> list[str]:
         "volume.minFreeSpace": "1MiB",
         "volume.preStopSeconds": 0,
         "s3": "true",
-        "s3.port": port,
         "s3.port.iceberg": 0,
         "s3.port.lance": 0,
         "s3.config": config,
@@ -78,10 +94,7 @@ def _command(weed: str, folder: str, config: Path, port: int) -> list[str]:
         "filer.localSocket": f"{folder}/filer.sock",
         "s3.localSocket": f"{folder}/s3.sock",
     }
-    for name in ("master.port", "volume.port", "filer.port"):
-        options[name] = free_port()
-    for name in ("master.port.grpc", "volume.port.grpc", "filer.port.grpc", "s3.port.grpc"):
-        options[name] = free_port()
+    options.update(zip(_PORTS, ports, strict=True))
     return [weed, "-logtostderr=true", "server", *(f"-{name}={value}" for name, value in options.items())]
 
 
