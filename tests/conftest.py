@@ -34,7 +34,12 @@ def s3_bucket() -> Iterator[Bucket]:
     """A bucket on a SeaweedFS of this test session."""
     from tests.servers.seaweed import Bucket, seaweed  # only the tests that use it need the SDK
 
-    with seaweed() as endpoint:
+    with pytest.MonkeyPatch.context() as patch, seaweed() as endpoint:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)  # the developer's own profile and endpoint
+        patch.setenv("AWS_CONFIG_FILE", os.devnull)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         yield Bucket(endpoint, "txstore-tests")
 
 

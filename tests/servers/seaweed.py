@@ -19,8 +19,9 @@ import boto3
 from tests.servers.base import free_port, running
 
 ACCESS_KEY, SECRET_KEY = "txstore-test", "txstore-test-secret"
+OTHER_KEY, OTHER_SECRET = "txstore-other", "txstore-other-secret"
 READER_KEY, READER_SECRET = "txstore-reader", "txstore-reader-secret"
-"""The second identity may read and list, nothing else."""
+"""OTHER may do everything too; READER may read and list, nothing else."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def _config() -> dict[str, object]:
     return {
         "identities": [
             identity(ACCESS_KEY, SECRET_KEY, ["Admin", "Read", "Write", "List", "Tagging"]),
+            identity(OTHER_KEY, OTHER_SECRET, ["Admin", "Read", "Write", "List", "Tagging"]),
             identity(READER_KEY, READER_SECRET, ["Read", "List"]),
         ]
     }
