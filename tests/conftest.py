@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.servers.seaweed import Bucket
 
 pytest.register_assert_rewrite("txstore.testing")
 
@@ -22,6 +27,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def store_url(tmp_path: Path) -> str:
     """The URL of an empty place on the local file system."""
     return (tmp_path / "store").as_uri()
+
+
+@pytest.fixture(scope="session")
+def s3_bucket() -> Iterator[Bucket]:
+    """A bucket on a SeaweedFS of this test session."""
+    from tests.servers.seaweed import Bucket, seaweed  # only the tests that use it need the SDK
+
+    with pytest.MonkeyPatch.context() as patch, seaweed() as endpoint:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)  # the developer's own profile and endpoint
+        patch.setenv("AWS_CONFIG_FILE", os.devnull)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield Bucket(endpoint, "txstore-tests")
 
 
 class SkipRule:

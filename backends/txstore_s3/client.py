@@ -1,0 +1,204 @@
+"""The SDK client: one for each process, made when it is first needed, with the SDK's own retries off."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+from botocore import UNSIGNED
+from botocore.config import Config
+
+from txstore.errors import TxStoreError
+from txstore_s3.config import S3Config, check_endpoint
+from txstore_s3.errors import EXPIRED, SDK_ERRORS, Call, code_of, translate
+
+_log = logging.getLogger(__name__)
+_DEFAULT_REGION = "us-east-1"
+
+
+@lru_cache(maxsize=64)
+def _gate(pid: int, max_requests: int) -> threading.BoundedSemaphore:  # noqa: ARG001 - a fork's child has its own
+    return threading.BoundedSemaphore(max_requests)
+
+
+class Body:
+    """A request body over memory that is not copied: what botocore signs and measures, and what is then sent."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self._at = 0
+
+    def __len__(self) -> int:
+        return self.view.nbytes
+
+    def read(self, size: int | None = None) -> memoryview:
+        """The next bytes."""
+        stop = len(self) if size is None or size < 0 else min(len(self), self._at + size)
+        start, self._at = self._at, stop
+        return self.view[start:stop]
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move, as files do."""
+        self._at = offset + (0, self._at, len(self))[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._at
+
+
+def _send_memory(request: Any, **_kwargs: Any) -> None:
+    """Hand the memory itself to the socket: read as a file it would be sent in pieces of 16 KiB."""
+    if isinstance(request.body, Body):
+        request.body = request.body.view
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    pid: int
+    client: Any
+    credentials: Any  # as they were at the beginning
+    amazon: bool
+
+
+class Clients:
+    """The client of this process, and every request made with it.
+
+    Pickles to its configuration; a forked child makes its own client, since connections and locks cannot be shared.
+    """
+
+    def __init__(self, config: S3Config) -> None:
+        self.config = config
+        self._lock = threading.Lock()
+        self._made: _Connection | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Clients, (self.config,)
+
+    @property
+    def amazon(self) -> bool:
+        """Whether the endpoint is Amazon's own: there listings are known to be in order.
+
+        Raises:
+            ConfigError: As `request`.
+        """
+        return self._get().amazon
+
+    def _get(self) -> _Connection:
+        made = self._made
+        if made is not None and made.pid == os.getpid():
+            return made
+        if made is not None:
+            self._lock = threading.Lock()  # the parent may have held it while it forked
+        with self._lock:
+            if self._made is None or self._made.pid != os.getpid():
+                self._made = _connect(self.config)
+            return self._made
+
+    @contextmanager
+    def request(self, call: Call) -> Iterator[Any]:
+        """The client, for one request inside the block; what the SDK raises becomes an error of the contract.
+
+        Raises:
+            ConfigError: The configuration that boto3 finds is unusable.
+            StoreError: See `translate`.
+        """
+        with _gate(os.getpid(), self.config.max_requests):
+            client = self._get().client
+            try:
+                yield client
+            except TxStoreError:
+                raise  # some of ours are OSErrors too
+            except SDK_ERRORS as error:
+                expired = code_of(error)[1] in EXPIRED
+                raise translate(error, call, refreshed=expired and self._refreshed(client)) from error
+
+    def close(self) -> None:
+        """Close the connections; the next request opens new ones."""
+        with self._lock:
+            made, self._made = self._made, None
+        if made is not None and made.pid == os.getpid():
+            made.client.close()
+
+    def _refreshed(self, client: Any) -> bool:
+        """After "expired": make a client anew; whether it has other credentials than the one that was refused.
+
+        A thread that comes second finds them already replaced.
+        """
+        with self._lock:
+            made = self._made
+            if made is None or made.client is not client:
+                return True
+            try:
+                new = _connect(self.config)
+            except TxStoreError:
+                return False  # "expired" says more than this
+            if new.credentials == made.credentials:
+                new.client.close()
+                return False
+            self._made = new
+        _log.warning("credentials for %s had expired and were loaded again", self.config.url)
+        return True
+
+
+def _connect(config: S3Config) -> _Connection:
+    try:
+        return _make(config)
+    except SDK_ERRORS as error:
+        raise translate(error, Call("configuration", "")) from error
+
+
+def _make(config: S3Config) -> _Connection:
+    session = boto3.session.Session(
+        aws_access_key_id=config.key,
+        aws_secret_access_key=config.secret,
+        aws_session_token=config.token,
+        region_name=config.region,
+        profile_name=config.profile,
+    )
+    style = config.addressing_style or session._session.get_scoped_config().get("s3", {}).get("addressing_style")  # noqa: SLF001 - boto3 has no other way to it
+    # Whether the endpoint is Amazon's and has TLS is known only after botocore has looked everywhere.
+    client = _client(session, config, style or "auto", sign=True)
+    endpoint = client.meta.endpoint_url
+    check_endpoint(endpoint)
+    amazon = (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+    sign = config.sign_payload if config.sign_payload is not None else endpoint.startswith("http:")
+    if not sign or (style is None and not amazon):
+        client.close()
+        client = _client(session, config, style or ("auto" if amazon else "path"), sign=sign)
+    client.meta.events.register("before-send.s3", _send_memory)
+    credentials = None if config.anon else session.get_credentials()
+    frozen = credentials.get_frozen_credentials() if credentials is not None else None
+    return _Connection(os.getpid(), client, frozen, amazon)
+
+
+def _client(session: Any, config: S3Config, style: str, *, sign: bool) -> Any:
+    settings = Config(
+        # A repeated conditional write is told "exists" by its own first attempt: txstore.retry repeats, nobody else.
+        retries={"total_max_attempts": 1, "mode": "standard"},
+        connect_timeout=config.connect_timeout_s,
+        read_timeout=config.read_timeout_s,
+        max_pool_connections=config.max_requests,
+        tcp_keepalive=True,
+        # Not "when_supported": trailers break stores that know none. We send our own checksums as plain headers.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        signature_version=UNSIGNED if config.anon else None,
+        s3={"addressing_style": style, "payload_signing_enabled": sign},
+        user_agent_extra="txstore",
+    )
+    return session.client(
+        "s3",
+        endpoint_url=config.endpoint_url,
+        region_name=session.region_name or _DEFAULT_REGION,
+        verify=config.verify,
+        config=settings,
+    )

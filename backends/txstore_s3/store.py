@@ -1,0 +1,293 @@
+"""S3Store: a prefix in a bucket as a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote, unquote
+
+from txstore.checksum import crc32c
+from txstore.errors import (
+    ConfigError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    OutcomeUnknownError,
+    StoreError,
+    TransientError,
+)
+from txstore.keys import check_key
+from txstore.retry import Retrier, RetryPolicy
+from txstore.store import ObjectInfo, Source, Store, Unfinished
+from txstore_s3 import reading
+from txstore_s3.client import Body, Clients
+from txstore_s3.config import S3Config
+from txstore_s3.errors import Call, UploadGoneError, code_of
+from txstore_s3.upload import Upload, abort, decode_crc, encode_crc
+
+_SMALL_BYTES = 1 << 20
+"""Up to this a body is sent as bytes: together with the headers, without asking the server first."""
+
+_PART_POLICY = RetryPolicy(attempts=5, deadline_s=60.0, longest_wait_s=10.0)
+_UPLOAD_MARK = "/.upload/"
+_NOT_KNOWN = frozenset({405, 501})
+
+
+class S3Store(Store):
+    """Objects below a prefix of one bucket.
+
+    `create` is PutObject with ``If-None-Match: *``; large objects are multipart uploads.
+
+    Args:
+        config: Where the store lies and how it is reached.
+        retrier: Repeats parts of one verb; whole verbs are repeated by `txstore.retry.RetryingStore`.
+    """
+
+    def __init__(self, config: S3Config, retrier: Retrier | None = None) -> None:
+        self.url = config.url
+        self._config = config
+        self._clients = Clients(config)
+        self._retrier = retrier or Retrier(_PART_POLICY)
+        self._root = config.prefix + "/" if config.prefix else ""
+        self._bucket_seen = False
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.url!r})"
+
+    @property
+    def retries(self) -> dict[str, int]:
+        """Parts of verbs that were repeated so far, by cause."""
+        return self._retrier.counts.by_cause()
+
+    def put(self, key: str, source: Source) -> ObjectInfo:
+        """See `Store.put`: PutObject, or a multipart upload above `S3Config.part_bytes`."""
+        names = self._names(key)
+        if source.size > self._config.part_bytes:
+            crc = Upload(self._clients, self._retrier, names, key, source, extra=self._encryption()).run()
+            return ObjectInfo(key, source.size, crc)
+        view = memoryview(source.read(0, source.size)).cast("B")
+        crc = source.crc32c(0, source.size)
+        body = bytes(view) if view.nbytes <= _SMALL_BYTES else Body(view)
+        wanted = {**names, **self._encryption(), **self._checksum(crc), "Body": body, "ContentLength": view.nbytes}
+        with self._clients.request(Call("PutObject", key, "write")) as client:
+            answer = client.put_object(**wanted)
+        _check_complete(answer, "ETag", key, OutcomeUnknownError)
+        self._bucket_seen = True
+        stored = decode_crc(answer.get("ChecksumCRC32C"))
+        if stored not in {None, crc}:
+            raise IntegrityError("the store reports another checksum than was sent", key=key)
+        return ObjectInfo(key, source.size, stored)
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Store.create`: one PutObject with ``If-None-Match: *``."""
+        wanted = {**self._names(key), **self._encryption(), **self._checksum(crc32c(data))}
+        with self._clients.request(Call("PutObject", key, "create")) as client:
+            answer = client.put_object(**wanted, Body=bytes(data), IfNoneMatch="*")
+        _check_complete(answer, "ETag", key, OutcomeUnknownError)
+
+    def read(self, key: str, start: int = 0, size: int | None = None) -> bytes:
+        """See `Store.read`."""
+        names = self._names(key)
+        if size == 0:
+            self.head(key)
+            return b""
+        return reading.read(self._clients, self._retrier, names, key, start=start, size=size)
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        """See `Store.read_into`."""
+        names = self._names(key)
+        if not buffer.nbytes:
+            self.head(key)
+            return 0
+        return reading.read_into(self._clients, self._retrier, names, key, start=start, buffer=buffer.cast("B"))
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`."""
+        names = self._names(key)
+        mode = {"ChecksumMode": "ENABLED"} if self._config.checksum == "crc32c" else {}
+        try:
+            with self._clients.request(Call("HeadObject", key)) as client:
+                answer = client.head_object(**names, **mode)
+        except NotFoundError:
+            self._check_bucket(key)
+            raise
+        _check_complete(answer, "ContentLength", key, TransientError)
+        self._bucket_seen = True
+        modified = answer.get("LastModified")
+        return ObjectInfo(
+            key,
+            answer["ContentLength"],
+            decode_crc(answer.get("ChecksumCRC32C")),
+            modified.timestamp() if modified is not None else None,
+        )
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`: ListObjectsV2, page by page.
+
+        Amazon lists in order of the key, so its pages are passed on as they come. Others may walk directories
+        (SeaweedFS gives ``a/b`` before ``a+``), and skip by that order: there everything is read, then sorted.
+
+        Raises:
+            StoreError: Amazon's listing was not in ascending order: nothing in it can be trusted to be all.
+        """
+        if not _possible(prefix):
+            return
+        ordered = self._clients.amazon
+        from_here = {"StartAfter": self._root + start_after} if ordered and start_after else {}
+        found = self._listed(prefix, start_after, from_here)
+        last = ""
+        for info in found if ordered else sorted(found, key=lambda info: info.key):
+            if info.key <= last:
+                raise StoreError("the store lists keys out of order", key=info.key)
+            last = info.key
+            yield info
+
+    def _listed(self, prefix: str, start_after: str, first: dict[str, str]) -> Iterator[ObjectInfo]:
+        for page in self._pages("list_objects_v2", "ListObjectsV2", prefix, first):
+            for entry in page.get("Contents", ()):
+                key = self._relative(entry["Key"], prefix)
+                if key is not None and key > start_after:
+                    yield ObjectInfo(key, entry["Size"], None, entry["LastModified"].timestamp())
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        names = self._names(key)
+        try:
+            with self._clients.request(Call("DeleteObject", key, "write")) as client:
+                client.delete_object(**names)
+        except NotFoundError:
+            pass
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """Multipart uploads that were neither completed nor aborted; none where the store cannot list them."""
+        if not _possible(prefix):
+            return
+        found = []
+        try:
+            for page in self._pages("list_multipart_uploads", "ListMultipartUploads", prefix, {}):
+                for entry in page.get("Uploads", ()):
+                    key = self._relative(entry["Key"], prefix)
+                    if key is not None:
+                        found.append((key, entry["UploadId"], entry["Initiated"].timestamp()))
+        except StoreError as error:
+            if code_of(error.__cause__)[0] not in _NOT_KNOWN:
+                raise
+            return
+        for key, upload, started_s in sorted(found):
+            size = self._size_of(key, upload)
+            if size is not None:
+                yield Unfinished(f"{key}{_UPLOAD_MARK}{quote(upload, safe='')}", size, started_s)
+
+    def discard(self, unfinished: Unfinished) -> None:
+        """Abort an upload. A part that was under way may land after it, so it is aborted until it is gone."""
+        key, mark, upload = unfinished.key.rpartition(_UPLOAD_MARK)
+        if not mark or not upload:
+            raise FormatError("not an upload of this store", key=unfinished.key)
+        names = {**self._names(key), "UploadId": unquote(upload)}
+        for _ in range(3):
+            abort(self._clients, names, key)
+            if self._size_of(key, names["UploadId"]) is None:
+                return
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._clients.close()
+
+    def _names(self, key: str) -> dict[str, str]:
+        names = {"Bucket": self._config.bucket, "Key": self._root + check_key(key)}
+        return names | self._owner()
+
+    def _owner(self) -> dict[str, str]:
+        owner = self._config.expected_bucket_owner
+        return {"ExpectedBucketOwner": owner} if owner else {}
+
+    def _encryption(self) -> dict[str, str]:
+        config = self._config
+        wanted = {"ServerSideEncryption": config.server_side_encryption, "SSEKMSKeyId": config.kms_key_id}
+        return {name: value for name, value in wanted.items() if value}
+
+    def _checksum(self, crc: int) -> dict[str, str]:
+        return {"ChecksumCRC32C": encode_crc(crc)} if self._config.checksum == "crc32c" else {}
+
+    def _relative(self, name: str, prefix: str) -> str | None:
+        """The key of a listed object, or None if it is none of ours."""
+        if not name.startswith(self._root + prefix):
+            return None
+        try:
+            return check_key(name[len(self._root) :])
+        except FormatError:
+            return None
+
+    def _pages(self, method: str, operation: str, prefix: str, first: dict[str, str]) -> Iterator[dict[str, Any]]:
+        names = {"Bucket": self._config.bucket, "Prefix": self._root + prefix} | self._owner()
+        more = first
+
+        def fetch() -> dict[str, Any]:
+            with self._clients.request(Call(operation, prefix)) as client:
+                return getattr(client, method)(**names, **more)  # type: ignore[no-any-return]
+
+        page = fetch()
+        self._bucket_seen = True
+        while True:
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            more = _next_page(page)
+            page = self._retrier.call(fetch)  # what was read already is not read again
+
+    def _size_of(self, key: str, upload: str) -> int | None:
+        """Bytes that an upload's parts hold; None if there is no such upload."""
+        names = {**self._names(key), "UploadId": upload}
+        size = after = 0
+        try:
+            while True:
+                with self._clients.request(Call("ListParts", key)) as client:
+                    page = client.list_parts(**names, PartNumberMarker=after)
+                size += sum(int(part["Size"]) for part in page.get("Parts", ()))
+                if not page.get("IsTruncated"):
+                    return size
+                after = page["NextPartNumberMarker"]
+        except (UploadGoneError, NotFoundError):
+            return None
+
+    def _check_bucket(self, key: str) -> None:
+        """Tell a missing object from a missing bucket: HEAD answers both with a bare 404.
+
+        Raises:
+            ConfigError: There is no such bucket.
+        """
+        if self._bucket_seen:
+            return
+        try:
+            with self._clients.request(Call("HeadBucket", key)) as client:
+                client.head_bucket(Bucket=self._config.bucket, **self._owner())
+        except NotFoundError as error:
+            raise ConfigError(
+                f"there is no bucket {self._config.bucket}",
+                key=key,
+                next_step="create the bucket first, or correct its name: txstore never creates one",
+            ) from error
+        self._bucket_seen = True
+
+
+def _check_complete(answer: dict[str, Any], field: str, key: str, kind: type[StoreError]) -> None:
+    """A reply that was cut off within its headers looks like success: the SDK only misses a field."""
+    if answer.get(field) in {None, ""}:
+        raise kind("the reply was cut off", key=key).because("cut reply")
+
+
+def _possible(prefix: str) -> bool:
+    """Whether any key begins with this: some servers would resolve ``..`` and list another place."""
+    folder = prefix.rpartition("/")[0]
+    try:
+        check_key((folder + "/x") if folder or prefix.startswith("/") else "x")
+        check_key(prefix.rpartition("/")[2] or "x")
+    except FormatError:
+        return False
+    return True
+
+
+def _next_page(page: dict[str, Any]) -> dict[str, str]:
+    if "Contents" in page or "NextContinuationToken" in page:
+        return {"ContinuationToken": page["NextContinuationToken"]}
+    return {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}

@@ -1,0 +1,167 @@
+"""Processes that die, and many writers at once, on S3."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+
+from tests.faults import test_commit_sweep as sweeping
+from txstore.catalog import entries, newest
+from txstore.errors import CheckpointNotFound, Conflict, TxStoreError
+from txstore.store import BytesSource
+from txstore.sweep import sweep
+from txstore.testing.faults import MODES, Crashed, FaultyStore
+from txstore.testing.invariants import check_content
+from txstore.testing.saves import AT_ONCE, contents, index_of, load, save
+from txstore.transaction import begin, write_shard
+from txstore_s3 import open_store
+
+VALUES = [b"rank 0" * 1000, bytes(range(256)) * (43 << 10)]  # the second is a multipart upload
+
+# One interpreter; each victim is a fork of it that really dies, before or after its `at`-th request.
+SCRIPT = """
+import json, os, signal, sys
+from contextlib import contextmanager
+from txstore.testing.saves import save
+from txstore_s3 import open_store
+from txstore_s3.client import Clients
+
+place, options, when, first, step, values = json.loads(sys.argv[1])
+values = [bytes.fromhex(head) * times for head, times in values]
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def victim(at):
+    real, count = Clients.request, iter(range(1_000_000))
+    @contextmanager
+    def request(self, call):
+        number = next(count)
+        if number == at and when == "before":
+            die()
+        with real(self, call) as client:
+            yield client
+        if number == at:
+            die()
+    Clients.request = request
+    save(open_store(f"{place}/{when}-{at}", **options), "step-1", values)
+
+ends = []
+at = first
+while not ends or ends[-1][1] == -signal.SIGKILL:
+    child = os.fork()
+    if child == 0:
+        victim(at)
+        os._exit(0)
+    ends.append((at, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+    at += step
+print(json.dumps(ends))
+"""
+
+
+def kill_everywhere(bucket, place, when, first, step):
+    values = [(VALUES[0][:6].hex(), 1000), (VALUES[1][:256].hex(), 43 << 10)]
+    options = {**bucket.options, "part_bytes": 5 << 20}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps([place, options, when, first, step, values])],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ends = json.loads(done.stdout)
+    assert ends[-1][1] == 0, "the last one lived"
+    committed = []
+    for at, _ in ends:
+        with open_store(f"{place}/{when}-{at}", **bucket.options) as store:
+            committed.append(whole_or_nothing(store, f"{when} {at}"))
+    assert committed == sorted(committed), "once committed, always committed"
+    assert ends[-1][0] > 20, "a save has more requests than this"
+    return committed
+
+
+def whole_or_nothing(store, where):
+    try:
+        first = newest(store)
+    except CheckpointNotFound:
+        first = None
+    else:
+        assert load(store, first) == VALUES, where
+    sweep(store, grace_s=0, force=True, dry_run=False, clock=lambda: 1e12)
+    assert list(store.unfinished("")) == [], where
+    left = {key.split("/")[2] for key in contents(store) if key.startswith("data/")}
+    assert left == ({first.txn} if first else set()), where
+    if first is None:
+        save(store, "step-1", VALUES)
+    assert load(store, newest(store)) == VALUES, where
+    return first is not None
+
+
+@pytest.mark.parametrize(("when", "first"), [("before", 1), ("after", 3)])
+def test_a_killed_writer_leaves_all_or_nothing(s3_bucket, place, when, first):
+    kill_everywhere(s3_bucket, place, when, first, step=4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_writer_killed_at_any_request_leaves_all_or_nothing(s3_bucket, place, when):
+    committed = kill_everywhere(s3_bucket, place, when, first=0, step=1)
+    assert False in committed
+    assert True in committed
+
+
+def test_of_32_writers_of_one_checkpoint_exactly_one_commits(direct):
+    writers = 32
+    barrier = Barrier(writers)
+
+    def write(number):
+        attempt = begin(direct, "step-1", world_size=1, writer=f"writer {number}")
+        shard = write_shard(direct, attempt.ticket, 0, 0, BytesSource(b"%d" % number))
+        barrier.wait()
+        try:
+            return attempt.commit([shard], index_of([shard]), visibility=AT_ONCE)
+        except Conflict as error:
+            return error
+
+    with ThreadPoolExecutor(writers) as pool:
+        ends = list(pool.map(write, range(writers)))
+    (won,) = [end for end in ends if not isinstance(end, Conflict)]
+    assert {end.winner for end in ends if end is not won} == {won.txn}
+    assert [entry.decision for entry in entries(direct)] == [won]
+    assert newest(direct) == won
+    check_content(contents(direct))
+
+
+def sweep_saves(s3_bucket, place, mode, first, step, times):
+    at = first
+    while True:
+        with open_store(f"{place}/{mode}-{times}-{at}", **s3_bucket.options) as store:
+            old = save(store, "step-1", sweeping.OLD)
+            before = contents(store)
+            faulty = FaultyStore(store, at, mode, times=times)
+            try:
+                outcome = save(sweeping.retrying(faulty, attempts=2), "step-2", sweeping.NEW)
+            except (TxStoreError, Crashed) as error:
+                outcome = error
+            if len(faulty.log) <= at:
+                return at
+            sweeping.after_failure(store, before, old, outcome, "step-2", f"operation {at} {faulty.log[at]}")
+        at += step
+
+
+@pytest.mark.parametrize(("mode", "first"), [(mode, number) for number, mode in enumerate(MODES)])
+def test_a_save_is_all_or_nothing_in_a_sample(s3_bucket, place, mode, first):
+    assert sweep_saves(s3_bucket, place, mode, first, step=len(MODES), times=99) > 10
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("times", [1, 99])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_is_all_or_nothing(s3_bucket, place, mode, times):
+    assert sweep_saves(s3_bucket, place, mode, first=0, step=1, times=times) > 10
