@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.servers.fake_gcs import FakeGcs, fake_gcs
 
 pytest.register_assert_rewrite("txstore.testing")
 
@@ -22,6 +26,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def store_url(tmp_path: Path) -> str:
     """The URL of an empty place on the local file system."""
     return (tmp_path / "store").as_uri()
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[FakeGcs]:
+    """fake-gcs-server with a bucket named `bucket`."""
+    with fake_gcs() as server:
+        server.make_bucket("bucket")
+        yield server
+
+
+@pytest.fixture
+def gcs_prefix() -> str:
+    """A fresh prefix for one test, within the bucket `bucket`."""
+    return f"runs/{secrets.token_hex(6)}"
 
 
 class SkipRule:

@@ -1,0 +1,91 @@
+"""The body of an upload: metadata and bytes in one multipart/related request, streamed from where they are."""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import struct
+from collections.abc import Callable, Iterator
+
+from txstore.checksum import Buffer
+from txstore.store import Source
+
+
+def encode_crc32c(value: int) -> str:
+    """As the JSON API writes it: base64 of the four bytes, most significant first."""
+    return base64.b64encode(struct.pack(">I", value)).decode()
+
+
+def decode_crc32c(text: str) -> int:
+    """Inverse of `encode_crc32c`; ValueError if it is no such text."""
+    packed = base64.b64decode(text, validate=True)
+    if len(packed) != 4:
+        raise ValueError("not a CRC32C")
+    return int(struct.unpack(">I", packed)[0])
+
+
+class SourceFailedError(Exception):
+    """The source raised while it was being sent: carried past the HTTP layers, which would rename it."""
+
+
+class Body:
+    """An iterable that may be begun again, as after a refresh of the credentials.
+
+    Args:
+        name: The object's name.
+        size: Length of the data in bytes.
+        windows: Gives the data from its start, piece by piece.
+        crc32c: Its checksum, if that is known before it is sent: the service then refuses other bytes.
+
+    Attributes:
+        started: Whether a byte of it may have left this process; until then the service cannot have applied it.
+        failure: What the source raised.
+    """
+
+    def __init__(
+        self, name: str, size: int, windows: Callable[[], Iterator[Buffer]], crc32c: int | None = None
+    ) -> None:
+        # no-store: GCS serves publicly readable objects from caches otherwise, and a reader must never see an old one.
+        metadata = {"name": name, "cacheControl": "no-store", "contentType": "application/octet-stream"}
+        if crc32c is not None:
+            metadata["crc32c"] = encode_crc32c(crc32c)
+        boundary = secrets.token_hex(24)
+        self.content_type = f'multipart/related; boundary="{boundary}"'
+        self._head = (
+            f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{json.dumps(metadata)}\r\n"
+            f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
+        ).encode()
+        self._tail = f"\r\n--{boundary}--\r\n".encode()
+        self._size = size
+        self._windows = windows
+        self.started = False
+        self.failure: BaseException | None = None
+
+    def __len__(self) -> int:
+        return len(self._head) + self._size + len(self._tail)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        # Asked for only when the connection stands and the headers are sent.
+        self.started = True
+        yield self._head
+        try:
+            yield from self._windows()
+        except Exception as error:
+            self.failure = error
+            raise SourceFailedError from error
+        yield self._tail
+
+
+def windows_of(source: Source, window_bytes: int) -> Callable[[], Iterator[Buffer]]:
+    """Reads `source` front to back; `window_bytes` is a multiple of the block size."""
+
+    def windows() -> Iterator[Buffer]:
+        for start in range(0, source.size, window_bytes):
+            stop = min(start + window_bytes, source.size)
+            data = memoryview(source.read(start, stop)).cast("B")
+            if data.nbytes != stop - start:
+                raise ValueError(f"the source gave {data.nbytes} bytes for {start}:{stop}")
+            yield data
+
+    return windows
