@@ -20,7 +20,7 @@ from txstore_gcs.client import Call, Client, Reply
 from txstore_gcs.config import GcsConfig
 from txstore_gcs.download import RangeReader
 from txstore_gcs.errors import CAUGHT, refused, translate, unclear
-from txstore_gcs.upload import Body, SourceFailedError, decode_crc32c, windows_of
+from txstore_gcs.upload import Body, SourceFailedError, decode_crc32c, windows_of, with_metadata
 
 log = logging.getLogger(__name__)
 
@@ -70,17 +70,16 @@ class GcsStore(Store):
         name = self._name(key)
         if source.size <= self._config.window_bytes:
             data = source.read(0, source.size) if source.size else b""
-            body = Body(name, source.size, lambda: iter((data,)), source.crc32c(0, source.size))
+            body = with_metadata(name, data, source.size, source.crc32c(0, source.size))
         else:
-            body = Body(name, source.size, windows_of(source, self._config.window_bytes))
-        reply = self._upload(key, body, {})
+            body = Body(source.size, windows_of(source, self._config.window_bytes))
+        reply = self._upload(key, name, body)
         return self._stored(reply, key, source.size, source.crc32c(0, source.size))
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`: one request with ``ifGenerationMatch=0``, which only the first can satisfy."""
-        checksum = crc32c(data)
-        body = Body(self._name(key), len(data), lambda: iter((data,)), checksum)
-        reply = self._upload(key, body, {"ifGenerationMatch": "0"})
+        name, checksum = self._name(key), crc32c(data)
+        reply = self._upload(key, name, with_metadata(name, data, len(data), checksum), ifGenerationMatch="0")
         if reply.status == 412:
             raise AlreadyExistsError("object exists", key=key).because("412")
         self._stored(reply, key, len(data), checksum)
@@ -162,9 +161,8 @@ class GcsStore(Store):
         except CAUGHT as error:
             raise translate(error, key, may_apply=may_apply) from error
 
-    def _upload(self, key: str, body: Body, conditions: dict[str, str]) -> Reply:
-        # The name is in the metadata already; in the query it is seen by access logs and proxies too.
-        params = {"uploadType": "multipart", "name": self._name(key), "fields": _FIELDS, **conditions}
+    def _upload(self, key: str, name: str, body: Body, **conditions: str) -> Reply:
+        params = {"uploadType": body.upload_type, "name": name, "fields": _FIELDS, **conditions}
         headers = {"Content-Type": body.content_type}
         call = Call(method="POST", path=self._uploads, params=params, headers=headers, body=body)
         try:

@@ -1,4 +1,8 @@
-"""The body of an upload: metadata and bytes in one multipart/related request, streamed from where they are."""
+"""The body of an upload: one request, streamed from where the bytes are.
+
+A large object goes up bare (``uploadType=media``): its checksum is known only when it has passed, and a service that
+must look for the end of a multipart body takes longer. A small one takes its metadata along.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from collections.abc import Callable, Iterator
 
 from txstore.checksum import Buffer
 from txstore.store import Source
+
+_CONTENT_TYPE = "application/octet-stream"
 
 
 def encode_crc32c(value: int) -> str:
@@ -30,13 +36,13 @@ class SourceFailedError(Exception):
 
 
 class Body:
-    """An iterable that may be begun again, as after a refresh of the credentials.
+    """An iterable that may be begun again, as after a refresh of the credentials. Never empty.
 
     Args:
-        name: The object's name.
         size: Length of the data in bytes.
         windows: Gives the data from its start, piece by piece.
-        crc32c: Its checksum, if that is known before it is sent: the service then refuses other bytes.
+        content_type: Of the whole.
+        around: What is sent before and after the data.
 
     Attributes:
         started: Whether a byte of it may have left this process; until then the service cannot have applied it.
@@ -44,19 +50,16 @@ class Body:
     """
 
     def __init__(
-        self, name: str, size: int, windows: Callable[[], Iterator[Buffer]], crc32c: int | None = None
+        self,
+        size: int,
+        windows: Callable[[], Iterator[Buffer]],
+        *,
+        content_type: str = _CONTENT_TYPE,
+        around: tuple[bytes, bytes] = (b"", b""),
     ) -> None:
-        # no-store: GCS serves publicly readable objects from caches otherwise, and a reader must never see an old one.
-        metadata = {"name": name, "cacheControl": "no-store", "contentType": "application/octet-stream"}
-        if crc32c is not None:
-            metadata["crc32c"] = encode_crc32c(crc32c)
-        boundary = secrets.token_hex(24)
-        self.content_type = f'multipart/related; boundary="{boundary}"'
-        self._head = (
-            f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{json.dumps(metadata)}\r\n"
-            f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
-        ).encode()
-        self._tail = f"\r\n--{boundary}--\r\n".encode()
+        self.upload_type = "multipart" if around[0] else "media"
+        self.content_type = content_type
+        self._head, self._tail = around
         self._size = size
         self._windows = windows
         self.started = False
@@ -75,6 +78,28 @@ class Body:
             self.failure = error
             raise SourceFailedError from error
         yield self._tail
+
+
+def with_metadata(name: str, data: Buffer, size: int, crc32c: int) -> Body:
+    """Metadata and data in one multipart/related body: the service refuses other bytes than `crc32c` says."""
+    # no-store: GCS serves publicly readable objects from caches otherwise, and a reader must never see an old one.
+    metadata = {
+        "name": name,
+        "crc32c": encode_crc32c(crc32c),
+        "cacheControl": "no-store",
+        "contentType": _CONTENT_TYPE,
+    }
+    boundary = secrets.token_hex(24)
+    head = (
+        f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{json.dumps(metadata)}\r\n"
+        f"--{boundary}\r\nContent-Type: {_CONTENT_TYPE}\r\n\r\n"
+    )
+    return Body(
+        size,
+        lambda: iter((data,)),
+        content_type=f'multipart/related; boundary="{boundary}"',
+        around=(head.encode(), f"\r\n--{boundary}--\r\n".encode()),
+    )
 
 
 def windows_of(source: Source, window_bytes: int) -> Callable[[], Iterator[Buffer]]:
