@@ -60,8 +60,24 @@ def _cap(max_requests: int, pid: int) -> threading.BoundedSemaphore:  # noqa: AR
     return threading.BoundedSemaphore(max_requests)
 
 
+class _Adapter(HTTPAdapter):
+    """Closes its connections when it is told to: urllib3 leaves them to the garbage collector."""
+
+    def close(self) -> None:
+        for key in list(self.poolmanager.pools.keys()):
+            if (pool := self.poolmanager.pools.get(key)) is not None:
+                pool.close()
+        super().close()
+
+
 def _as_it_is(request: requests.PreparedRequest) -> requests.PreparedRequest:
     return request
+
+
+def _read_refusal(response: requests.Response, *_args: object, **_options: object) -> None:
+    """Read an answer that AuthorizedSession drops when it signs again: unread, it keeps its connection open."""
+    if response.status_code == 401:
+        _ = response.content
 
 
 class Client:
@@ -136,8 +152,9 @@ class Client:
         endpoint = _endpoint(self._config, credentials)
         session = AuthorizedSession(credentials, max_refresh_attempts=1)  # type: ignore[no-untyped-call]
         for scheme in ("https://", "http://"):
-            session.mount(scheme, HTTPAdapter(pool_maxsize=self._config.max_requests, max_retries=0))
+            session.mount(scheme, _Adapter(pool_maxsize=self._config.max_requests, max_retries=0))
         session.auth = _as_it_is  # else a `default` entry in ~/.netrc would replace the Authorization header
+        session.hooks["response"].append(_read_refusal)
         session.configure_mtls_channel()  # type: ignore[no-untyped-call]
         if session.is_mtls and endpoint == "https://storage.googleapis.com":
             endpoint = _MTLS_ENDPOINT

@@ -33,6 +33,7 @@ TRANSPORT = (requests.RequestException, urllib3.exceptions.HTTPError, http.clien
 CAUGHT = (*TRANSPORT, auth_errors.GoogleAuthError)
 
 _CREDENTIALS_HINT = "check the credentials, and that the clock of this machine is right"
+_PASSING = (auth_errors.TransportError, auth_errors.TimeoutError, auth_errors.ResponseError)
 _THROTTLED_REASONS = frozenset({"rateLimitExceeded", "userRateLimitExceeded", "quotaExceeded"})
 _LONGEST_RETRY_AFTER_S = 3600.0
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9 _-]{0,59}")
@@ -142,7 +143,9 @@ def translate(error: Exception, key: str, *, may_apply: bool) -> TxStoreError:
 
 def _of_auth(error: auth_errors.GoogleAuthError, key: str) -> TxStoreError:
     """Signing failed, so nothing was sent, or all that was sent was answered by 401."""
-    if isinstance(error, auth_errors.DefaultCredentialsError):
+    if isinstance(error, auth_errors.MalformedError):
+        return ConfigError("the credentials are malformed", key=key, next_step="check GOOGLE_APPLICATION_CREDENTIALS")
+    if type(error) is auth_errors.DefaultCredentialsError:  # its subclasses mean other things
         return ConfigError(
             "no credentials for Google Cloud were found",
             key=key,
@@ -154,7 +157,7 @@ def _of_auth(error: auth_errors.GoogleAuthError, key: str) -> TxStoreError:
         )
     # The text of these errors may hold a part of the request for a token.
     kind = type(error).__name__
-    if isinstance(error, auth_errors.TransportError) or error.retryable:
+    if isinstance(error, _PASSING) or error.retryable:
         return TransientError(f"no access token could be had: {kind}", key=key).because(f"credentials {_kind(error)}")
     return AccessDeniedError(
         f"the credentials were not accepted: {kind}", key=key, next_step=_CREDENTIALS_HINT

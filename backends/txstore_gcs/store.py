@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _LONGEST_NAME_BYTES = 1024
+_PAGE = 1000
 _FIELDS = "name,size,crc32c,updated"
 
 
@@ -117,7 +118,7 @@ class GcsStore(Store):
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`. Names that are no keys, such as a console's "folders", are passed over."""
-        params = {"prefix": self._root + prefix, "fields": f"nextPageToken,items({_FIELDS})", "maxResults": "1000"}
+        params = {"prefix": self._root + prefix, "fields": f"nextPageToken,items({_FIELDS})", "maxResults": str(_PAGE)}
         if start_after:
             params["startOffset"] = self._root + start_after
         while True:

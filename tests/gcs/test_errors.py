@@ -97,7 +97,7 @@ def test_hostile_text_from_the_service_is_made_printable_and_holds_no_token() ->
         ("-5", 0, 0),
         ("inf", 0, 0),
         ("99999999999", 3600, 3600),
-        (formatdate(time.time() + 100, usegmt=True), 90, 101),
+        (formatdate(time.time() + 1000, usegmt=True), 500, 1001),
         (formatdate(time.time() - 100, usegmt=True), 0, 0),
     ],
 )
@@ -144,6 +144,9 @@ def test_a_broken_connection(error: Exception, cause: str) -> None:
         (auth_errors.RefreshError(f"invalid_grant {SECRET}", {"x": SECRET}), AccessDeniedError, "clock"),
         (auth_errors.RefreshError("later", retryable=True), TransientError, "no access token"),
         (auth_errors.TransportError(f"metadata {SECRET}"), TransientError, "no access token"),
+        (auth_errors.TimeoutError("slow"), TransientError, "no access token"),
+        (auth_errors.MalformedError("json"), ConfigError, "malformed"),
+        (auth_errors.InvalidOperation("anonymous"), AccessDeniedError, "not accepted"),
         (auth_errors.MutualTLSChannelError("cert"), ConfigError, "client certificate"),
         (requests.exceptions.InvalidURL("http://["), ConfigError, "endpoint"),
         (requests.exceptions.InvalidSchema("gopher"), ConfigError, "endpoint"),
