@@ -51,10 +51,10 @@ class GcsConfig:
     """Another endpoint than the SDK would take (``STORAGE_EMULATOR_HOST``, else the public service)."""
 
     connect_timeout_s: float = 10.0
-    """Longest wait for a connection."""
+    """Longest wait for a connection, and for it to take the next MiB of an upload."""
 
     read_timeout_s: float = 60.0
-    """Longest silence of the service, and longest time in which a socket takes no more bytes."""
+    """Longest silence of the service when it is its turn to send."""
 
     window_bytes: int = 8 * BLOCK_BYTES
     """How much of a source is read at once: what an upload in progress holds in memory."""

@@ -12,7 +12,7 @@ import secrets
 import struct
 from collections.abc import Callable, Iterator
 
-from txstore.checksum import Buffer
+from txstore.checksum import BLOCK_BYTES, Buffer
 from txstore.store import Source
 
 _CONTENT_TYPE = "application/octet-stream"
@@ -111,6 +111,8 @@ def windows_of(source: Source, window_bytes: int) -> Callable[[], Iterator[Buffe
             data = memoryview(source.read(start, stop)).cast("B")
             if data.nbytes != stop - start:
                 raise ValueError(f"the source gave {data.nbytes} bytes for {start}:{stop}")
-            yield data
+            # Each piece has connect_timeout_s to go out: urllib3 sets the read timeout when all is sent.
+            for offset in range(0, data.nbytes, BLOCK_BYTES):
+                yield data[offset : offset + BLOCK_BYTES]
 
     return windows
