@@ -20,7 +20,7 @@ from txstore_gcs.client import Call, Client, Reply
 from txstore_gcs.config import GcsConfig
 from txstore_gcs.download import RangeReader
 from txstore_gcs.errors import CAUGHT, refused, translate, unclear
-from txstore_gcs.upload import Body, SourceFailedError, decode_crc32c, windows_of, with_metadata
+from txstore_gcs.upload import Body, SourceFailedError, decode_crc32c, read_range, windows_of, with_metadata
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ class GcsStore(Store):
         """
         name = self._name(key)
         if source.size <= self._config.window_bytes:
-            data = source.read(0, source.size) if source.size else b""
-            body = with_metadata(name, data, source.size, source.crc32c(0, source.size))
+            data = read_range(source, 0, source.size)
+            body = with_metadata(name, data, source.crc32c(0, source.size))
         else:
             body = Body(source.size, windows_of(source, self._config.window_bytes))
         reply = self._upload(key, name, body)
@@ -80,7 +80,7 @@ class GcsStore(Store):
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`: one request with ``ifGenerationMatch=0``, which only the first can satisfy."""
         name, checksum = self._name(key), crc32c(data)
-        reply = self._upload(key, name, with_metadata(name, data, len(data), checksum), ifGenerationMatch="0")
+        reply = self._upload(key, name, with_metadata(name, data, checksum), ifGenerationMatch="0")
         if reply.status == 412:
             raise AlreadyExistsError("object exists", key=key).because("412")
         self._stored(reply, key, len(data), checksum)

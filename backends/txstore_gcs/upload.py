@@ -80,7 +80,7 @@ class Body:
         yield self._tail
 
 
-def with_metadata(name: str, data: Buffer, size: int, crc32c: int) -> Body:
+def with_metadata(name: str, data: Buffer, crc32c: int) -> Body:
     """Metadata and data in one multipart/related body: the service refuses other bytes than `crc32c` says."""
     # no-store: GCS serves publicly readable objects from caches otherwise, and a reader must never see an old one.
     metadata = {
@@ -95,11 +95,19 @@ def with_metadata(name: str, data: Buffer, size: int, crc32c: int) -> Body:
         f"--{boundary}\r\nContent-Type: {_CONTENT_TYPE}\r\n\r\n"
     )
     return Body(
-        size,
-        lambda: iter((data,)),
+        len(data),
+        lambda: _pieces(data),
         content_type=f'multipart/related; boundary="{boundary}"',
         around=(head.encode(), f"\r\n--{boundary}--\r\n".encode()),
     )
+
+
+def read_range(source: Source, start: int, stop: int) -> memoryview:
+    """The bytes of a range, all of them: a short body would leave the service waiting for the rest."""
+    data = memoryview(source.read(start, stop) if stop > start else b"").cast("B")
+    if data.nbytes != stop - start:
+        raise ValueError(f"the source gave {data.nbytes} bytes for {start}:{stop}")
+    return data
 
 
 def windows_of(source: Source, window_bytes: int) -> Callable[[], Iterator[Buffer]]:
@@ -107,12 +115,13 @@ def windows_of(source: Source, window_bytes: int) -> Callable[[], Iterator[Buffe
 
     def windows() -> Iterator[Buffer]:
         for start in range(0, source.size, window_bytes):
-            stop = min(start + window_bytes, source.size)
-            data = memoryview(source.read(start, stop)).cast("B")
-            if data.nbytes != stop - start:
-                raise ValueError(f"the source gave {data.nbytes} bytes for {start}:{stop}")
-            # Each piece has connect_timeout_s to go out: urllib3 sets the read timeout when all is sent.
-            for offset in range(0, data.nbytes, BLOCK_BYTES):
-                yield data[offset : offset + BLOCK_BYTES]
+            yield from _pieces(read_range(source, start, min(start + window_bytes, source.size)))
 
     return windows
+
+
+def _pieces(data: Buffer) -> Iterator[Buffer]:
+    """Each piece has `connect_timeout_s` to go out: urllib3 sets the read timeout only when all is sent."""
+    view = memoryview(data)
+    for start in range(0, view.nbytes, BLOCK_BYTES):
+        yield view[start : start + BLOCK_BYTES]

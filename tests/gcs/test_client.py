@@ -245,6 +245,16 @@ def test_a_source_error_is_raised_as_it_is(opened: Opened, gcs_server: FakeGcs) 
         store.head("x")
 
 
+@pytest.mark.parametrize("size", [10, 20 * BLOCK_BYTES])
+def test_a_source_that_gives_too_little_is_a_bug_and_not_a_wait(size, opened: Opened, gcs_server: FakeGcs) -> None:
+    class Short(BytesSource):
+        def read(self, start, stop):
+            return super().read(start, stop - 1)
+
+    with pytest.raises(ValueError, match="the source gave"):
+        opened(endpoint_url=gcs_server.url).put("x", Short(bytes(size)))
+
+
 def test_memory_is_bounded_by_the_window(opened: Opened) -> None:
     longest = 0
 
