@@ -45,7 +45,7 @@ class RangeReader:
         self._stop = stop
         self._piece_bytes = piece_bytes
         self._total: int | None = None
-        self._generation = ""
+        self._version = ""
         self._retrier = Retrier(_RESUME)
 
     def pieces(self) -> Iterator[bytes]:
@@ -90,11 +90,11 @@ class RangeReader:
 
     def _pin(self, response: requests.Response) -> None:
         # Compared here, since a replaced object would otherwise be read half old, half new; and some servers ignore
-        # a condition in a GET.
-        generation = response.headers.get("x-goog-generation", "") or response.headers.get("ETag", "")
-        if self._generation and generation != self._generation:
+        # a condition in a GET. A server that names no version cannot be gone on with.
+        version = response.headers.get("x-goog-generation", "") or response.headers.get("ETag", "")
+        if self._position > self._start and (not version or version != self._version):
             raise self._replaced()
-        self._generation = generation
+        self._version = version
 
     def _replaced(self) -> TransientError:
         return TransientError("the object was replaced or removed while it was being read", key=self._key).because(

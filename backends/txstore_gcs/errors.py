@@ -46,6 +46,11 @@ _STATUS: dict[int, tuple[type[TxStoreError], str]] = {
     407: (ConfigError, "the HTTP proxy wants credentials: check HTTPS_PROXY"),
     501: (CapabilityError, "this endpoint does not implement the request: use Cloud Storage itself"),
 }
+_REASONS: dict[str, tuple[type[TxStoreError], str]] = {
+    "required": (ConfigError, "if the bucket makes the requester pay, give user_project"),
+    "retentionPolicyNotMet": (AccessDeniedError, "the bucket's retention policy protects the object for a while"),
+    "objectUnderActiveHold": (AccessDeniedError, "somebody holds the object: release the hold first"),
+}
 
 
 class _Detail(msgspec.Struct):
@@ -105,7 +110,7 @@ def refused(status: int, headers: Mapping[str, str], body: bytes, key: str, *, m
         return unclear(message, key, cause, may_apply=may_apply)
     if 300 <= status < 400:
         return ConfigError(message, key=key, next_step="the endpoint redirects: give its final address as endpoint_url")
-    kind, next_step = _STATUS.get(status, (StoreError, ""))
+    kind, next_step = _REASONS.get(reason) or _STATUS.get(status, (StoreError, ""))
     error = kind(message, key=key, next_step=next_step)
     return error.because(cause) if isinstance(error, StoreError) else error
 

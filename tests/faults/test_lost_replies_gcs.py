@@ -280,6 +280,15 @@ def test_an_object_that_changes_on_the_way_is_never_mixed(new, proxy, bare, dire
         list(pieces)
 
 
+def test_a_server_that_names_no_version_is_not_gone_on_with(proxy, bare, direct):
+    whole = bytes(6 * BLOCK_BYTES)
+    direct.put("data/shard", BytesSource(whole))
+    rest = Answer(206, b"x", {"Content-Range": f"bytes {4 * BLOCK_BYTES}-{len(whole) - 1}/{len(whole)}"})
+    proxy.add(Rule("GET", "shard", reply="truncate"), Rule("GET", "shard", forward="never", reply=rest, times=None))
+    with pytest.raises(TransientError, match="replaced or removed"):
+        bare.read_into("data/shard", 0, memoryview(bytearray(len(whole))))
+
+
 @pytest.mark.parametrize(
     ("status", "headers"),
     [

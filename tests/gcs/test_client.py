@@ -91,6 +91,18 @@ def test_credentials_that_cannot_be_renewed(refusals, proxy, opened: Opened, cap
     assert SECRET not in "".join(record.getMessage() for record in caplog.records)
 
 
+def test_nothing_that_is_logged_holds_a_token(opened: Opened, caplog, monkeypatch) -> None:
+    monkeypatch.setenv("GOOGLE_SDK_PYTHON_LOGGING_SCOPE", "google")
+    for name in ("", "google", "google.auth.transport.requests", "urllib3", "txstore_gcs"):
+        caplog.set_level(logging.DEBUG, name)
+    store = opened(token=Rolling())
+    store.put("x", BytesSource(bytes(9 * BLOCK_BYTES)))
+    store.read("x")
+    assert caplog.records
+    for record in caplog.records:
+        assert SECRET not in repr(vars(record)) + record.getMessage()
+
+
 def test_without_credentials_it_is_said_how_to_get_some(opened: Opened, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "")
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))

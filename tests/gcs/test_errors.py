@@ -36,6 +36,8 @@ def reply(reason: str, message: str = "what the service says") -> bytes:
     ("status", "reason", "reading", "writing"),
     [
         (400, "invalid", StoreError, StoreError),
+        (400, "required", ConfigError, ConfigError),
+        (403, "retentionPolicyNotMet", AccessDeniedError, AccessDeniedError),
         (401, "authError", AccessDeniedError, AccessDeniedError),
         (403, "forbidden", AccessDeniedError, AccessDeniedError),
         (403, "rateLimitExceeded", TransientError, OutcomeUnknownError),
