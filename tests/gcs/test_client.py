@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import signal
 import socket
 import threading
 import traceback
@@ -290,6 +291,7 @@ def test_a_used_store_survives_fork(opened: Opened) -> None:
     store._client._lock.acquire()  # as another thread of the parent may hold it at that moment
     child = os.fork()
     if child == 0:
+        signal.alarm(30)  # a child that hangs must not outlive the test
         try:
             good = store.read("x") == b"parent" and store._client._connected.session is not session
             store.put("y", BytesSource(b"child"))
