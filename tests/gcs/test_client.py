@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from google.auth import exceptions as auth_errors
@@ -165,6 +166,16 @@ def test_a_commit_is_one_request(proxy, opened: Opened) -> None:
     assert f'"crc32c": "{encode_crc32c(crc32c(b"x"))}"'.encode() in proxy.requests[0].body
 
 
+def test_a_name_is_one_segment_of_the_path(proxy, gcs_prefix) -> None:
+    name = f"{gcs_prefix}/a b+%?#/ü/data/x=1+2"
+    with open_store(f"gs://bucket/{quote(name[:-11])}", endpoint_url=proxy.url, token="anon") as store:
+        store.put("data/x=1+2", BytesSource(b"1"))
+        for call in (store.head, store.read, store.delete):
+            call("data/x=1+2")
+    paths = {request.target.partition("?")[0] for request in proxy.requests if request.method != "POST"}
+    assert paths == {f"/storage/v1/b/bucket/o/{quote(name, safe='')}"}
+
+
 def test_a_redirect_is_not_followed(proxy, opened: Opened) -> None:
     proxy.add(Rule(forward="never", reply=Answer(302, headers={"Location": f"{proxy.url}/elsewhere"}), times=None))
     with pytest.raises(ConfigError, match="redirects"):
@@ -284,6 +295,7 @@ def test_memory_is_bounded_by_the_window(opened: Opened) -> None:
 # processes
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_used_store_survives_fork(opened: Opened) -> None:
     store = opened()
     store.put("x", BytesSource(b"parent"))
