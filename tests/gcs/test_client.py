@@ -255,14 +255,14 @@ def test_one_slot_is_enough_for_every_verb(opened: Opened) -> None:
     assert [info.key for info in store.list("")] == ["x"]
 
 
-def test_a_source_error_is_raised_as_it_is(opened: Opened, gcs_server: FakeGcs) -> None:
+def test_a_source_error_is_raised_as_it_is(opened: Opened) -> None:
     class Broken(BytesSource):
         def read(self, start, stop):
             if start:
                 raise ConnectionResetError("the source's own")  # would look like the network's
             return super().read(start, stop)
 
-    store = opened(endpoint_url=gcs_server.url)
+    store = opened()
     with pytest.raises(ConnectionResetError, match="the source's own"):
         store.put("x", Broken(bytes(20 * BLOCK_BYTES)))
     with pytest.raises(NotFoundError):
