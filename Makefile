@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "txstore needs Python >= 3.11, got " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
 	@rm -f $(STAMP)
 	@$(MAKE_VENV)
-	$(BIN)/python -m pip install -qq --no-input -c constraints.txt -e '.[torch,s3,test]'
+	$(BIN)/python -m pip install -qq --no-input -c constraints.txt -e '.[all,test]'
 	@echo "$(CURDIR)" > $(STAMP)
 
 # An environment of another Python, or one that was moved here, is made anew: updated in place it would be half of each.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from tests.servers.fake_gcs import FakeGcs, fake_gcs
 
 if TYPE_CHECKING:
     from tests.servers.seaweed import Bucket
@@ -41,6 +44,20 @@ def s3_bucket() -> Iterator[Bucket]:
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         yield Bucket(endpoint, "txstore-tests")
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[FakeGcs]:
+    """fake-gcs-server with a bucket named `bucket`."""
+    with fake_gcs() as server:
+        server.make_bucket("bucket")
+        yield server
+
+
+@pytest.fixture
+def gcs_prefix() -> str:
+    """A fresh prefix for one test, within the bucket `bucket`."""
+    return f"runs/{secrets.token_hex(6)}"
 
 
 class SkipRule:

@@ -40,11 +40,12 @@ from txstore.errors import (
 )
 from txstore.manifest import Decision
 from txstore.retry import RetryingStore, RetryPolicy
+from txstore.slot_walk import claim_abort, resolve
 from txstore.store import BytesSource, Store
 from txstore.sweep import sweep
 from txstore.testing.proxy import Answer, Loss, LostReplyProxy, Rule
 from txstore.testing.saves import AT_ONCE, index_of, load, save
-from txstore.transaction import begin, claim_abort, resolve, write_shard
+from txstore.transaction import begin, write_shard
 
 VALUES = [b"rank 0", b"rank 1"]
 KEY = "commits/step-1.0.json"
