@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.servers.azurite import Azurite
 
 pytest.register_assert_rewrite("txstore.testing")
 
@@ -22,6 +28,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def store_url(tmp_path: Path) -> str:
     """The URL of an empty place on the local file system."""
     return (tmp_path / "store").as_uri()
+
+
+@pytest.fixture(scope="session")
+def azure_server() -> Iterator[Azurite]:
+    """Azurite with the container ``checkpoints``."""
+    from tests.servers.azurite import azurite
+
+    with azurite() as server:
+        server.make_container("checkpoints")
+        yield server
+
+
+@pytest.fixture
+def azure_prefix() -> str:
+    """A prefix that no other test uses."""
+    return uuid.uuid4().hex
 
 
 class SkipRule:
