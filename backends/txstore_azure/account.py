@@ -50,6 +50,11 @@ class Account:
     anonymous: bool = False
 
     @property
+    def credential_expires(self) -> bool:
+        """Whether a token is used that the SDK renews."""
+        return not (self.key or self.sas_token or self.anonymous)
+
+    @property
     def label(self) -> str:
         """The account as a canonical URL names it: its name in the public cloud, else the host."""
         host = urlsplit(self.endpoint).netloc.lower()
@@ -127,22 +132,22 @@ def _secret(options: Mapping[str, Any], env: Mapping[str, str], parsed: Account 
     if options.get("anon"):
         return {"anonymous": True}
     credential = options.get("credential")
-    if isinstance(credential, str) and credential:
-        # As adlfs and the SDK take it: a SAS has fields, a key is base64.
-        is_sas = "sig=" in credential
-        return {"sas_token": _check_sas(credential)} if is_sas else {"key": _check_key(credential)}
-    if credential is not None:
+    if credential is not None and not isinstance(credential, str):
         return {"credential": credential}
-    if key := options.get("account_key"):
-        return {"key": _check_key(key)}
-    if sas := options.get("sas_token") or url_sas:
-        return {"sas_token": _check_sas(sas)}
-    if parsed and (parsed.key or parsed.sas_token):
-        return {"key": parsed.key, "sas_token": parsed.sas_token}
-    if key := env.get("AZURE_STORAGE_KEY") or env.get("AZURE_STORAGE_ACCOUNT_KEY"):
-        return {"key": _check_key(key)}
-    if sas := env.get("AZURE_STORAGE_SAS_TOKEN"):
-        return {"sas_token": _check_sas(sas)}
+    text = credential or ""
+    # As adlfs and the SDK take a string: a SAS has a signature, a key is base64.
+    candidates = [
+        ("sas_token" if "sig=" in text else "key", text),
+        ("key", options.get("account_key")),
+        ("sas_token", options.get("sas_token") or url_sas),
+        ("key", parsed.key if parsed else ""),
+        ("sas_token", parsed.sas_token if parsed else ""),
+        ("key", env.get("AZURE_STORAGE_KEY") or env.get("AZURE_STORAGE_ACCOUNT_KEY")),
+        ("sas_token", env.get("AZURE_STORAGE_SAS_TOKEN")),
+    ]
+    for name, value in candidates:
+        if value:
+            return {name: _check_key(value) if name == "key" else _check_sas(value)}
     return {}
 
 

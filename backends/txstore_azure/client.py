@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -24,9 +25,9 @@ from azure.storage.blob import ContainerClient
 from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
-from txstore.errors import ConfigError
+from txstore.errors import ConfigError, StoreError, TxStoreError
 from txstore_azure.config import AzureConfig
-from txstore_azure.errors import Effect, translate_error, translate_status
+from txstore_azure.errors import Effect, translate_error, translate_status, unclear
 
 API_VERSION = "2021-12-02"
 """Fixed, so that a newer SDK does not change what is said on the wire; it has blocks of 4000 MiB."""
@@ -66,6 +67,61 @@ class Body:
             yield self._view[start : start + _PIECE_BYTES]
 
 
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Where an object lies: its key in the store, and its URL without a signature."""
+
+    key: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request, and what it means for the errors.
+
+    Attributes:
+        method: HTTP method.
+        url: Without query and signature.
+        key: The object concerned, or "".
+        doing: What is asked, in a few words.
+        expect: The one status that means success.
+        effect: What it may have done when the answer is unclear.
+        query: Query parameters, not escaped.
+        headers: Besides those that every request has.
+        body: What is sent, or None.
+    """
+
+    method: str
+    url: str
+    key: str
+    doing: str
+    expect: int
+    effect: Effect = Effect.NONE
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: Body | None = None
+
+    def failed(self, error: Exception) -> TxStoreError:
+        """The error for an exception of the SDK."""
+        return translate_error(error, key=self.key, doing=self.doing, effect=self.effect)
+
+    def refused(self, status: int, code: str, headers: Mapping[str, str]) -> TxStoreError:
+        """The error for an unexpected answer."""
+        return translate_status(status, code, headers, key=self.key, doing=self.doing, effect=self.effect)
+
+    def garbled(self, what: str) -> StoreError:
+        """The error for a success that does not look like the service's."""
+        return unclear(self.effect)(f"{self.doing} was answered {what}", key=self.key).because("garbled reply")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer, read to its end."""
+
+    headers: Mapping[str, str]
+    body: bytes
+
+
 class Client:
     """Requests to one container. Thread-safe; makes its connections in each process anew.
 
@@ -89,49 +145,49 @@ class Client:
         """URL of a blob, percent-escaped as the SDK does it."""
         return f"{self.container_url}/{quote(name, safe='~/')}"
 
-    @contextmanager
-    def request(
-        self,
-        method: str,
-        url: str,
-        *,
-        key: str,
-        doing: str,
-        effect: Effect = Effect.NONE,
-        expect: int,
-        query: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        body: Body | None = None,
-    ) -> Iterator[HttpResponse]:
-        """Send one request; the block may read the answer's body and ends the use of the connection.
+    def send(self, request: Request) -> Reply:
+        """Send one request and read the whole answer.
 
         Raises:
-            TxStoreError: Any answer but status `expect`, by the table of `txstore_azure.errors`.
+            TxStoreError: Any answer but status `request.expect`, by the table of `txstore_azure.errors`.
         """
-        every: dict[str, str] = {"x-ms-version": API_VERSION, "Accept": "application/xml", **(headers or {})}
-        if method == "PUT":
-            every["Content-Length"] = str(len(body) if body else 0)
-            every["Content-Type"] = "application/octet-stream"
-        request = HttpRequest(
-            method,
-            # A blank as a plus sign is not what the SDK signs.
-            f"{url}?{urlencode(query, quote_via=quote)}" if query else url,
-            headers=every,
-            content=body if body else None,
-        )
+        with self.stream(request) as response:
+            try:
+                # Read even where nothing is expected: a connection with an unread answer is not used again.
+                return Reply(response.headers, response.read())
+            except AzureError as error:
+                raise request.failed(error) from error
+
+    @contextmanager
+    def stream(self, request: Request) -> Iterator[HttpResponse]:
+        """As `send`, but the block reads the body; it holds one of the process's slots while it does."""
         with self._gate():
             try:
-                response: HttpResponse = self._pipeline().run(request, stream=True).http_response
+                response = self._run(request)
+                if response.status_code == 401 and self._config.account.credential_expires:
+                    # Refused before anything was done; the SDK has dropped the token and gets a new one.
+                    response.read()
+                    response = self._run(request)
             except AzureError as error:
-                raise translate_error(error, key=key, doing=doing, effect=effect) from error
+                raise request.failed(error) from error
             try:
-                if response.status_code != expect:
-                    raise translate_status(
-                        response.status_code, _code(response), response.headers, key=key, doing=doing, effect=effect
-                    )
+                if response.status_code != request.expect:
+                    raise request.refused(response.status_code, _code(response), response.headers)
                 yield response
             finally:
                 response.close()
+
+    def _run(self, request: Request) -> HttpResponse:
+        headers: dict[str, str] = {"x-ms-version": API_VERSION, "Accept": "application/xml", **request.headers}
+        if request.body is not None:
+            headers["Content-Length"] = str(len(request.body))
+            headers["Content-Type"] = "application/octet-stream"
+        # A blank as a plus sign is not what the SDK signs.
+        query = "?" + urlencode(request.query, quote_via=quote) if request.query else ""
+        content: Any = request.body or None
+        signed = HttpRequest(request.method, request.url + query, headers=headers, content=content)
+        response: HttpResponse = self._pipeline().run(signed, stream=True).http_response
+        return response
 
     def close(self) -> None:
         """Close the connections of this process; the next request makes new ones."""
@@ -158,14 +214,12 @@ class Client:
 
 def _code(response: HttpResponse) -> str:
     """The service's error code; an answer to HEAD has it in a header only."""
-    code = response.headers.get("x-ms-error-code", "")
-    if code:
-        return code
     try:
-        found = _CODE.search(response.read()[:4096])
+        body = response.read()
     except AzureError:
-        return ""
-    return found[1].decode("ascii") if found else ""
+        body = b""
+    found = _CODE.search(body[:4096])
+    return response.headers.get("x-ms-error-code", "") or (found[1].decode("ascii") if found else "")
 
 
 def _session(connections: int) -> requests.Session:

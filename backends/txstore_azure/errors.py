@@ -1,4 +1,4 @@
-"""From the service's answers and the SDK's exceptions to the errors of the contract: by status and code, never by text."""
+"""From the service's answers and the SDK's exceptions to the errors of the contract, by status, code and class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from enum import Enum
 
-from azure.core.exceptions import AzureError, ClientAuthenticationError, ServiceRequestError
+from azure.core.exceptions import ClientAuthenticationError, ServiceRequestError
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ProxyError, SSLError
 
 from txstore.errors import (
@@ -35,54 +35,69 @@ class Effect(Enum):
 _SKEW_S = 300.0
 """Clocks that differ by more are mentioned: the service refuses requests that are 15 minutes off."""
 
-_ABSENT = frozenset({"BlobNotFound", "ResourceNotFound", "PathNotFound"})
-_NO_CONTAINER = frozenset({"ContainerNotFound", "ContainerDisabled", "ContainerBeingDeleted", "FilesystemNotFound"})
-_EXISTS = frozenset({"BlobAlreadyExists", "ConditionNotMet", "TargetConditionNotMet", "UnmodifiedSinceConditionNotMet"})
-
-_TRANSIENT = frozenset(
+_TAKEN = frozenset(
     {
-        "Md5Mismatch",  # the bytes were damaged on their way
-        "Crc64Mismatch",
-        "ContentLengthMismatch",
-        "IncompleteBody",
-        "InvalidBlockList",  # another writer of this key has dropped our blocks
-        "InvalidBlobOrBlock",
+        (409, "BlobAlreadyExists"),
+        (412, "BlobAlreadyExists"),
+        (412, "ConditionNotMet"),
+        (412, "TargetConditionNotMet"),
+        (412, ""),
     }
 )
-"""Codes of a definite refusal that a repetition cures."""
+"""What a conditional write is told when the blob is there. Any other 409 is a refusal."""
 
-_DENIED = {
-    "AccountIsDisabled": "the account is disabled: ask its owner",
-    "AuthorizationFailure": "check the key or SAS, and whether the account's firewall lets this network in",
-    "AuthorizationPermissionMismatch": "give this identity the role Storage Blob Data Contributor, or a SAS with rcwdl",
-    "AuthorizationProtocolMismatch": "the SAS allows https only",
-    "AuthorizationResourceTypeMismatch": "the SAS needs the resource types container and object",
-    "AuthorizationServiceMismatch": "the SAS needs the service blob",
-    "AuthorizationSourceIPMismatch": "the SAS does not allow this IP address",
-    "BlobImmutableDueToPolicy": "an immutability policy or a legal hold protects the blob",
-    "InsufficientAccountPermissions": "the account does not allow this operation: ask its owner",
-    "KeyBasedAuthenticationNotPermitted": "the account allows no key: use an identity (azure-identity)",
-    "LeaseIdMissing": "somebody holds a lease on the blob: break it",
-    "LeaseAlreadyPresent": "somebody holds a lease on the blob: break it",
-    "PublicAccessNotPermitted": "give credentials: the account allows no anonymous access",
+_NO_CONTAINER = "create it (txstore never does), or check the names of container and account in the URL"
+
+_BY_CODE: dict[str, tuple[type[TxStoreError], str]] = {
+    **dict.fromkeys(("BlobNotFound", "ResourceNotFound", "PathNotFound"), (NotFoundError, "")),
+    # Never NotFoundError: a missing container must not pass for a missing object or an empty listing.
+    **dict.fromkeys(("ContainerNotFound", "ContainerDisabled", "FilesystemNotFound"), (ConfigError, _NO_CONTAINER)),
+    "ContainerBeingDeleted": (ConfigError, "the container is being deleted: use another one"),
+    "AccountNotFound": (ConfigError, "check the name of the account"),
+    "InvalidAuthenticationInfo": (AccessDeniedError, ""),
+    "InvalidResourceName": (ConfigError, "check the names of container and prefix"),
+    "InvalidUri": (ConfigError, "check the endpoint of the account"),
+    "OutOfRangeInput": (ConfigError, "check the names of container and prefix"),
+    "ResourceTypeMismatch": (ConfigError, "check the endpoint of the account"),
+    # A definite refusal that a repetition cures: bytes damaged on their way, blocks dropped by another writer.
+    **dict.fromkeys(
+        ("Md5Mismatch", "Crc64Mismatch", "ContentLengthMismatch", "IncompleteBody", "InvalidBlockList"),
+        (TransientError, ""),
+    ),
+    "AccountIsDisabled": (AccessDeniedError, "the account is disabled: ask its owner"),
+    "AuthorizationFailure": (
+        AccessDeniedError,
+        "check the key or SAS, and whether the account's firewall lets this network in",
+    ),
+    "AuthorizationPermissionMismatch": (
+        AccessDeniedError,
+        "give this identity the role Storage Blob Data Contributor, or a SAS with the permissions rcwdl",
+    ),
+    "AuthorizationProtocolMismatch": (AccessDeniedError, "the SAS allows https only"),
+    "AuthorizationResourceTypeMismatch": (AccessDeniedError, "the SAS needs the resource types container and object"),
+    "AuthorizationServiceMismatch": (AccessDeniedError, "the SAS needs the service blob"),
+    "AuthorizationSourceIPMismatch": (AccessDeniedError, "the SAS does not allow this IP address"),
+    "BlobImmutableDueToPolicy": (AccessDeniedError, "an immutability policy or a legal hold protects the blob"),
+    "InsufficientAccountPermissions": (AccessDeniedError, "the account does not allow this operation: ask its owner"),
+    "KeyBasedAuthenticationNotPermitted": (AccessDeniedError, "the account allows no key: install azure-identity"),
+    "LeaseAlreadyPresent": (AccessDeniedError, "somebody holds a lease on the blob: break it"),
+    "LeaseIdMissing": (AccessDeniedError, "somebody holds a lease on the blob: break it"),
+    "PublicAccessNotPermitted": (AccessDeniedError, "give credentials: the account allows no anonymous access"),
+    "BlobArchived": (StoreError, "the blob is in the archive tier: rehydrate it first"),
+    "BlobBeingRehydrated": (StoreError, "the blob is being rehydrated from the archive tier: wait"),
+    "InvalidBlobType": (StoreError, "the blob is a page or append blob, which txstore never writes"),
+    "PendingCopyOperation": (StoreError, "a copy to this blob is under way: wait, or abort it"),
+    "RequestBodyTooLarge": (StoreError, "use a smaller part_bytes"),
+    "SnapshotsPresent": (StoreError, "the blob has snapshots, which txstore never makes: delete them first"),
 }
 
-_CONFIG = {
-    "AccountNotFound": "check the name of the account",
-    "InvalidAuthenticationInfo": "check the credentials",
-    "InvalidResourceName": "check the names of container and prefix",
-    "InvalidUri": "check the endpoint of the account",
-    "OutOfRangeInput": "check the names of container and prefix",
-    "ResourceTypeMismatch": "check the endpoint of the account",
-}
-
-_KEPT = {
-    "BlobArchived": "the blob is in the archive tier: rehydrate it first",
-    "BlobBeingRehydrated": "the blob is being rehydrated from the archive tier: wait",
-    "InvalidBlobType": "the blob is a page or append blob, which txstore never writes",
-    "PendingCopyOperation": "a copy to this blob is under way: wait, or abort it",
-    "RequestBodyTooLarge": "use a smaller part_bytes",
-    "SnapshotsPresent": "the blob has snapshots, which txstore never makes: delete them first",
+_BY_STATUS: dict[int, tuple[type[TxStoreError], str]] = {
+    **dict.fromkeys(
+        (401, 403, 407),
+        (AccessDeniedError, "check the key, or whether the SAS or token has expired or allows too little"),
+    ),
+    412: (TransientError, "the object was replaced meanwhile"),
+    **dict.fromkeys((501, 505), (CapabilityError, "this endpoint lacks what txstore needs: docs/compatibility.md")),
 }
 
 
@@ -99,34 +114,27 @@ def translate_status(
         doing: What was asked, in a few words.
         effect: What the request may have done.
     """
+    kind, next_step = _classify(status, code, effect)
+    if issubclass(kind, NotFoundError):
+        return kind("no such object", key=key)
+    if issubclass(kind, AlreadyExistsError):
+        return kind("object exists", key=key)
+    if issubclass(kind, AccessDeniedError):
+        next_step = _clock_hint(headers) or next_step or _BY_STATUS[403][1]
     what = f"{status} {code}".strip()
-    message = f"{doing} was answered with {what}"
-    if code in _NO_CONTAINER:
-        # Never NotFoundError: a missing container must not pass for a missing object or an empty listing.
-        return ConfigError(
-            f"{message}: the container is not usable",
-            key=key,
-            next_step="create it (txstore never does), or check the names of container and account in the URL",
-        )
-    if status == 404 and code in _ABSENT:
-        return NotFoundError("no such object", key=key)
-    if effect is Effect.CREATE and status in {409, 412} and (code in _EXISTS or (status == 412 and not code)):
-        return AlreadyExistsError("object exists", key=key)
-    if status == 412 and code not in _DENIED:
-        return TransientError(f"{message}: the object was replaced meanwhile", key=key).because(what)
-    if code in _DENIED or status in {401, 403, 407}:
-        return AccessDeniedError(message, key=key, next_step=_denied_hint(code, headers)).because(what)
-    if code in _TRANSIENT:
-        return TransientError(message, key=key).because(what)
-    if code in _CONFIG:
-        return ConfigError(message, key=key, next_step=_CONFIG[code])
-    if status in {408, 429} or (status >= 500 and status not in {501, 505}):
-        return _unclear(effect)(message, key=key).because(what, _retry_after_s(headers))
-    if status in {501, 505}:
-        return CapabilityError(message, key=key, next_step="this endpoint lacks what txstore needs").because(what)
-    if 200 <= status < 300:
-        return _unclear(effect)(f"{message}, which is not an answer of the service", key=key).because(what)
-    return StoreError(message, key=key, next_step=_KEPT.get(code, "")).because(what)
+    error = kind(f"{doing} was answered with {what}", key=key, next_step=next_step)
+    return error.because(what, _retry_after_s(headers)) if isinstance(error, StoreError) else error
+
+
+def _classify(status: int, code: str, effect: Effect) -> tuple[type[TxStoreError], str]:
+    if effect is Effect.CREATE and (status, code) in _TAKEN:
+        return AlreadyExistsError, ""
+    if found := _BY_CODE.get(code) or _BY_STATUS.get(status):
+        return found
+    # A success of another kind than expected comes from something else than the service.
+    if status in {408, 429} or status >= 500 or 200 <= status < 300:
+        return unclear(effect), ""
+    return StoreError, ""
 
 
 def translate_error(error: Exception, *, key: str, doing: str, effect: Effect) -> TxStoreError:
@@ -151,10 +159,11 @@ def translate_error(error: Exception, *, key: str, doing: str, effect: Effect) -
         return TransientError(
             message, key=key, next_step="check the account's name or endpoint, and the network"
         ).because(type(chain[-1]).__name__)
-    return _unclear(effect)(message, key=key).because(type(error).__name__)
+    return unclear(effect)(message, key=key).because(type(error).__name__)
 
 
-def _unclear(effect: Effect) -> type[StoreError]:
+def unclear(effect: Effect) -> type[StoreError]:
+    """The class of error for a request that may or may not have been carried out."""
     return TransientError if effect is Effect.NONE else OutcomeUnknownError
 
 
@@ -180,11 +189,11 @@ def _not_sent(error: Exception, chain: list[BaseException]) -> bool:
     return isinstance(error, ServiceRequestError) and not tls
 
 
-def _denied_hint(code: str, headers: Mapping[str, str]) -> str:
+def _clock_hint(headers: Mapping[str, str]) -> str:
     skew_s = _clock_skew_s(headers)
-    if abs(skew_s) > _SKEW_S:
-        return f"the clock of this machine is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}: set it right"
-    return _DENIED.get(code, "check the key, or whether the SAS or token has expired or allows too little")
+    if abs(skew_s) <= _SKEW_S:
+        return ""
+    return f"the clock of this machine is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}: set it right"
 
 
 def _clock_skew_s(headers: Mapping[str, str]) -> float:
@@ -201,6 +210,3 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
         except (KeyError, ValueError):
             continue
     return 0.0
-
-
-__all__ = ["AzureError", "Effect", "translate_error", "translate_status"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from urllib.parse import unquote
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 from txstore.errors import FormatError, TransientError
 from txstore.keys import check_key
@@ -28,17 +28,17 @@ def parse_page(document: bytes, prefix: str) -> Page:
         TransientError: The document is cut or is none: "no checkpoint" must never be a guess.
     """
     try:
-        root = ElementTree.fromstring(document)  # noqa: S314 - from the service; expat bounds entity expansion
+        root = ET.fromstring(document)  # noqa: S314 - from the service; expat bounds entity expansion
         blobs, marker = root.find("Blobs"), root.find("NextMarker")
         if root.tag != "EnumerationResults" or blobs is None:
             raise TransientError("a listing is not a list of blobs")
         objects = [info for blob in blobs.iter("Blob") if (info := _object(blob, prefix)) is not None]
-    except (ElementTree.ParseError, ValueError, TypeError) as error:
+    except (ET.ParseError, ValueError, TypeError) as error:
         raise TransientError("a listing cannot be read").because("garbled listing") from error
     return Page(objects, (marker.text or "") if marker is not None else "")
 
 
-def _object(blob: ElementTree.Element, prefix: str) -> ObjectInfo | None:
+def _object(blob: ET.Element, prefix: str) -> ObjectInfo | None:
     name = blob.find("Name")
     if name is None or not name.text:
         raise ValueError("a blob without a name")

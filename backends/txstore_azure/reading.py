@@ -7,10 +7,9 @@ import re
 from azure.core.exceptions import AzureError
 from azure.core.rest import HttpResponse
 
-from txstore.errors import StoreError, TransientError, TxStoreError
+from txstore.errors import StoreError, TransientError
 from txstore.retry import Retrier
-from txstore_azure.client import Client
-from txstore_azure.errors import Effect, translate_error
+from txstore_azure.client import Blob, Client, Request
 
 _PROGRESS_BYTES = 1 << 20
 """A read that got this far begins a new budget: a long range over a bad line is not given up."""
@@ -24,19 +23,17 @@ class Reading:
 
     Args:
         client: Sends the requests.
-        key: The object's key.
-        url: The object's URL.
+        blob: Key and URL of the object.
         start: First byte of the range.
         size: Length of the range, or None to the object's end.
         into: Where the bytes go, `size` long; None to have memory made for what there is.
     """
 
     def __init__(
-        self, client: Client, key: str, url: str, start: int, size: int | None, into: memoryview | None = None
+        self, client: Client, blob: Blob, start: int, size: int | None, *, into: memoryview | None = None
     ) -> None:
         self._client = client
-        self._key = key
-        self._url = url
+        self._blob = blob
         self._start = start
         self._size = size
         self._into = into
@@ -74,42 +71,38 @@ class Reading:
             return
         first = self._start + self.done
         last = "" if self._size is None else str(self._start + self._size - 1)
-        headers = {"x-ms-range": f"bytes={first}-{last}"}
-        if self._etag:
-            headers["If-Match"] = self._etag
+        headers = {"x-ms-range": f"bytes={first}-{last}"} | ({"If-Match": self._etag} if self._etag else {})
+        request = Request(
+            method="GET", url=self._blob.url, key=self._blob.key, doing="read", expect=206, headers=headers
+        )
         try:
-            with self._client.request(
-                "GET", self._url, key=self._key, doing="read", expect=206, headers=headers
-            ) as response:
-                self._take(response, first)
+            with self._client.stream(request) as response:
+                self._take(request, response, first)
         except StoreError as error:
             # Nothing lies at or behind `start`; an absent object is answered with 404.
             if not error.cause.startswith("416"):
                 raise
 
-    def _take(self, response: HttpResponse, first: int) -> None:
+    def _take(self, request: Request, response: HttpResponse, first: int) -> None:
         found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         etag = response.headers.get("ETag", "")
         if found is None or int(found[1]) != first or not etag:
-            raise self._garbled("read was answered with another range")
+            raise request.garbled("with another range")
         if self._view is None:
             there = int(found[3]) - first
             wanted = there if self._size is None else min(self._size, there)
             self._view = memoryview(bytearray(wanted)) if self._into is None else self._into[:wanted]
             self._etag = etag
         if int(found[2]) + 1 != self._start + self._view.nbytes:
-            raise self._garbled("read was answered with another range")
+            raise request.garbled("with another range")
         try:
             for chunk in response.iter_raw():
                 stop = self.done + len(chunk)
                 if stop > self._view.nbytes:
-                    raise self._garbled("read was answered with too many bytes")
+                    raise request.garbled("with too many bytes")
                 self._view[self.done : stop] = chunk
                 self.done = stop
         except AzureError as error:
-            raise translate_error(error, key=self._key, doing="read", effect=Effect.NONE) from error
+            raise request.failed(error) from error
         if self.done != self._view.nbytes:
-            raise self._garbled("the answer to a read ended early")
-
-    def _garbled(self, message: str) -> TxStoreError:
-        return TransientError(message, key=self._key).because("garbled reply")
+            raise request.garbled("with too few bytes")

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
-from azure.core.exceptions import AzureError
-
 from txstore.checksum import Buffer
-from txstore.errors import ConfigError, NotFoundError, OutcomeUnknownError, TransientError
+from txstore.errors import ConfigError, NotFoundError, OutcomeUnknownError
 from txstore.keys import check_key
 from txstore.retry import Retrier, RetryPolicy
 from txstore.store import ObjectInfo, Source, Store
-from txstore_azure.client import Body, Client
+from txstore_azure.client import Blob, Body, Client, Request
 from txstore_azure.config import NAME_MAX, AzureConfig
-from txstore_azure.errors import Effect, translate_error
+from txstore_azure.errors import Effect
 from txstore_azure.listing import Page, in_order, modified_s, parse_page
 from txstore_azure.reading import Reading
 from txstore_azure.upload import block_list, content_md5, new_block_ids, part_bytes_for, upload_parts
 
 _PART_POLICY = RetryPolicy(attempts=4, deadline_s=60.0, longest_wait_s=5.0)
 """For the parts of one verb; the whole verb is repeated above (`txstore.retry.RetryingStore`)."""
+
+_NO_QUERY: Mapping[str, str] = {}
 
 
 class AzureStore(Store):
@@ -49,11 +50,11 @@ class AzureStore(Store):
 
     def put(self, key: str, source: Source) -> ObjectInfo:
         """See `Store.put`: one Put Blob with its MD5, or blocks and a block list; the size is looked at afterwards."""
-        url = self._url(key)
+        blob = self._blob(key)
         if source.size <= self.config.part_bytes:
-            self._put_blob(key, url, source.read(0, source.size) if source.size else b"", Effect.WRITE)
+            self._put_blob(blob, source.read(0, source.size) if source.size else b"", Effect.WRITE)
             return ObjectInfo(key, source.size)
-        self._put_blocks(key, url, source)
+        self._put_blocks(blob, source)
         info = self.head(key)
         if info.size != source.size:
             raise OutcomeUnknownError(
@@ -63,31 +64,34 @@ class AzureStore(Store):
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`: one Put Blob with ``If-None-Match: *``, never blocks, never repeated."""
-        self._put_blob(key, self._url(key), data, Effect.CREATE)
+        self._put_blob(self._blob(key), data, Effect.CREATE)
 
     def read(self, key: str, start: int = 0, size: int | None = None) -> bytes:
         """See `Store.read`."""
+        blob = self._blob(key)
         if size is not None and size <= 0:
             self.head(key)
             return b""
-        return bytes(Reading(self._client, key, self._url(key), start, size).run(self._retrier))
+        return bytes(Reading(self._client, blob, start, size).run(self._retrier))
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         """See `Store.read_into`: one ranged request, taken up again at the last good byte of the same version."""
+        blob = self._blob(key)
         with buffer.cast("B") as view:
             if not view.nbytes:
                 self.head(key)
                 return 0
-            return Reading(self._client, key, self._url(key), start, view.nbytes, view).run(self._retrier).nbytes
+            with Reading(self._client, blob, start, view.nbytes, into=view).run(self._retrier) as filled:
+                return filled.nbytes
 
     def head(self, key: str) -> ObjectInfo:
         """See `Store.head`."""
-        with self._client.request("HEAD", self._url(key), key=key, doing="head", expect=200) as response:
-            headers = response.headers
+        request = Request(method="HEAD", url=self._blob(key).url, key=key, doing="head", expect=200)
+        headers = self._client.send(request).headers
         try:
             return ObjectInfo(key, int(headers["Content-Length"]), None, modified_s(headers.get("Last-Modified")))
         except (KeyError, ValueError) as error:
-            raise TransientError("head was answered without a size", key=key).because("garbled reply") from error
+            raise request.garbled("without a size") from error
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`. The service's markers are opaque, so earlier keys are fetched and passed over."""
@@ -95,19 +99,17 @@ class AzureStore(Store):
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
-        try:
-            with self._client.request(
-                "DELETE", self._url(key), key=key, doing="delete", effect=Effect.WRITE, expect=202
-            ):
-                pass
-        except NotFoundError:
-            pass
+        request = Request(
+            method="DELETE", url=self._blob(key).url, key=key, doing="delete", effect=Effect.WRITE, expect=202
+        )
+        with suppress(NotFoundError):
+            self._client.send(request)
 
     def close(self) -> None:
         """See `Store.close`."""
         self._client.close()
 
-    def _url(self, key: str) -> str:
+    def _blob(self, key: str) -> Blob:
         name = self.config.prefix + check_key(key)
         if len(name) > NAME_MAX:
             raise ConfigError(
@@ -115,68 +117,69 @@ class AzureStore(Store):
                 key=key,
                 next_step="use a shorter prefix or checkpoint name",
             )
-        return self._client.blob_url(name)
+        return Blob(key, self._client.blob_url(name))
 
-    def _put_blob(self, key: str, url: str, data: Buffer, effect: Effect) -> None:
+    def _put_blob(self, blob: Blob, data: Buffer, effect: Effect) -> None:
         headers = {"x-ms-blob-type": "BlockBlob", "Content-MD5": content_md5(data)}
         if effect is Effect.CREATE:
             headers["If-None-Match"] = "*"
-        self._write(key, url, data, headers, effect, {}, "create" if effect is Effect.CREATE else "put")
+        self._write(blob, data, "create" if effect is Effect.CREATE else "put", effect, headers=headers)
 
-    def _put_blocks(self, key: str, url: str, source: Source) -> None:
+    def _put_blocks(self, blob: Blob, source: Source) -> None:
         part_bytes = part_bytes_for(source.size, self.config.part_bytes)
         ids = new_block_ids(-(-source.size // part_bytes))
 
         def stage(block: str, data: Buffer) -> None:
             headers = {"Content-MD5": content_md5(data)} if self.config.block_md5 else {}
             query = {"comp": "block", "blockid": block}
-            self._retrier.call(self._write, key, url, data, headers, Effect.NONE, query, "put of a block")
+            self._retrier.call(lambda: self._write(blob, data, "put of a block", headers=headers, query=query))
 
         upload_parts(source, part_bytes, ids, workers=self.config.workers, stage=stage)
         document = block_list(ids)
         headers = {"Content-MD5": content_md5(document)}
+        query = {"comp": "blocklist"}
         # Repeated after a lost reply it finds the same blocks, committed: the same object again.
         self._retrier.call(
-            self._write, key, url, document, headers, Effect.WRITE, {"comp": "blocklist"}, "put of the block list"
+            lambda: self._write(blob, document, "put of the block list", Effect.WRITE, headers=headers, query=query)
         )
 
     def _write(
         self,
-        key: str,
-        url: str,
+        blob: Blob,
         data: Buffer,
-        headers: dict[str, str],
-        effect: Effect,
-        query: dict[str, str],
         doing: str,
+        effect: Effect = Effect.NONE,
+        *,
+        headers: Mapping[str, str],
+        query: Mapping[str, str] = _NO_QUERY,
     ) -> None:
-        with self._client.request(
-            "PUT", url, key=key, doing=doing, effect=effect, expect=201, query=query, headers=headers, body=Body(data)
-        ) as response:
-            if "x-ms-request-id" not in response.headers:
-                kind = TransientError if effect is Effect.NONE else OutcomeUnknownError
-                raise kind(f"{doing} was answered by something else than the service", key=key).because("garbled reply")
+        request = Request(
+            method="PUT",
+            url=blob.url,
+            key=blob.key,
+            doing=doing,
+            expect=201,
+            effect=effect,
+            query=query,
+            headers=headers,
+            body=Body(data),
+        )
+        if "x-ms-request-id" not in self._client.send(request).headers:
+            raise request.garbled("by something else than the service")
 
     def _pages(self, prefix: str) -> Iterator[Page]:
-        marker = ""
+        query = {
+            "restype": "container",
+            "comp": "list",
+            "prefix": self.config.prefix + prefix,
+            "maxresults": str(self.config.page_objects),
+        }
         while True:
-            query = {
-                "restype": "container",
-                "comp": "list",
-                "prefix": self.config.prefix + prefix,
-                "maxresults": str(self.config.page_objects),
-            }
-            page = self._page(query | ({"marker": marker} if marker else {}), prefix)
+            request = Request(
+                method="GET", url=self._client.container_url, key=prefix, doing="list", expect=200, query=query
+            )
+            page = parse_page(self._client.send(request).body, self.config.prefix)
             yield page
-            marker = page.marker
-            if not marker:
+            if not page.marker:
                 return
-
-    def _page(self, query: dict[str, str], prefix: str) -> Page:
-        url = self._client.container_url
-        with self._client.request("GET", url, key=prefix, doing="list", expect=200, query=query) as response:
-            try:
-                document = response.read()
-            except AzureError as error:
-                raise translate_error(error, key=prefix, doing="list", effect=Effect.NONE) from error
-        return parse_page(document, self.config.prefix)
+            query["marker"] = page.marker
