@@ -65,7 +65,7 @@ def azurite() -> Iterator[Azurite]:
         command = [
             *(node(), str(_MAIN), "--silent", "--disableTelemetry", "--skipApiVersionCheck"),
             *("--blobHost", "127.0.0.1", "--blobPort", str(port)),
-            *("--inMemoryPersistence", "--extentMemoryLimit", "512"),
+            *("--inMemoryPersistence", "--extentMemoryLimit", "4096"),
         ]
         env = {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}", "HOME": folder}
         with running(command, ready=lambda: listens(port), env=env):
