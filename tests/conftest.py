@@ -46,6 +46,18 @@ def azure_prefix() -> str:
     return uuid.uuid4().hex
 
 
+@pytest.fixture
+def memory_root() -> Iterator[str]:
+    """A folder of fsspec's memory filesystem, emptied after the test."""
+    import fsspec
+
+    root = uuid.uuid4().hex
+    yield root
+    store = fsspec.filesystem("memory").store
+    for path in [path for path in store if path.startswith(f"/{root}/")]:
+        del store[path]
+
+
 class SkipRule:
     """With CI=true a skipped test fails the session.
 
