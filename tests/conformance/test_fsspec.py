@@ -1,5 +1,8 @@
+import time
+
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
 from txstore.testing.conformance import StoreConformance
 from txstore_fsspec import open_store
@@ -31,16 +34,9 @@ class TestFsspecMemory(StoreConformance):
         return RawFiles(memory_root)
 
     def test_create_has_one_winner_though_the_filesystem_looks_and_then_writes(self, store, raw, monkeypatch):
-        # Between the look and the write every other thread gets its turn.
-        import time
-
-        real = fsspec.implementations.memory.MemoryFileSystem.isfile
-
-        def slow(self, path):
-            time.sleep(0.001)
-            return real(self, path)
-
-        monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "isfile", slow)
+        # Between the look and the write every other racer gets its turn.
+        commit = MemoryFile.commit
+        monkeypatch.setattr(MemoryFile, "commit", lambda file: (time.sleep(0.002), commit(file)))
         self.test_create_has_one_winner_among_threads(store, raw)
 
 
