@@ -152,6 +152,15 @@ def test_skip_times_and_header_choose_the_requests(proxy, upstream, ask):
     assert proxy.count() == 3
 
 
+def test_a_body_can_choose_and_a_call_happens_after_the_request(proxy, upstream, ask):
+    seen = []
+    proxy.add(Rule("PUT", body="se+cret", reply=Answer(418), call=lambda: seen.append(list(upstream.applied))))
+    assert ask("PUT", "/a", b"open")[0] == 200
+    assert ask("PUT", "/a", b"a secret")[0] == 418
+    assert [call[3] for call in seen[0]] == [b"open", b"a secret"]
+    assert proxy.count("PUT", body="secret") == 1
+
+
 def test_closing_ends_stalled_clients(upstream):
     proxy = LostReplyProxy(f"http://127.0.0.1:{upstream.server_address[1]}")
     proxy.add(Rule(reply="stall"))

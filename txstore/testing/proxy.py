@@ -9,9 +9,9 @@
         ...
         assert proxy.count("PUT", r"/commits/") == 1                  # requests that the client sent
 
-A `Rule` says which requests it concerns (method and a regular expression searched in the raw, still encoded path
-with its query; `header` must be present), how many of them pass first (`skip`), how many it then takes (`times`,
-None for all), and what happens:
+A `Rule` says which requests it concerns (method; a regular expression searched in the raw, still encoded path with its
+query; a `header` that must be present; a regular expression searched in the `body`), how many of them pass first
+(`skip`), how many it then takes (`times`, None for all), and what happens:
 
 * ``forward``: ``"now"`` applies the request upstream before the reply; ``"never"`` does not; ``"later"`` keeps it
   until `LostReplyProxy.release`, so that it lands long after its sender gave up.
@@ -19,6 +19,8 @@ None for all), and what happens:
   before it), ``"stall"`` (silence until the client leaves), ``"truncate"`` and ``"truncate-stall"`` (half of the reply,
   then the end, or silence), ``"garble"`` (no HTTP), ``"garble-body"`` (the server's status and headers, other
   bytes), or an `Answer`.
+* ``call``: a function that is called after the request was dealt with and before the reply: add more rules, kill a
+  process, rotate credentials.
 
 The first rule that matches and has uses left is taken; without one the request passes. The Host header goes through
 unchanged, so signatures stay valid. Plain HTTP/1.1; whole bodies are held in memory.
@@ -32,7 +34,7 @@ import socket
 import socketserver
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from types import TracebackType
@@ -67,6 +69,8 @@ class Rule:
     skip: int = 0
     times: int | None = 1
     header: str = ""
+    body: str = ""
+    call: Callable[[], object] | None = None
 
     def matches(self, request: Request) -> bool:
         """Whether it concerns this request."""
@@ -74,6 +78,7 @@ class Rule:
             self.method in {"", request.method}
             and re.search(self.target, request.target) is not None
             and (not self.header or self.header.lower() in {name.lower() for name in request.headers})
+            and (not self.body or re.search(self.body.encode(), request.body) is not None)
         )
 
 
@@ -131,9 +136,9 @@ class LostReplyProxy:
             self._rules.clear()
             self.requests.clear()
 
-    def count(self, method: str = "", target: str = "") -> int:
-        """How many requests came whose method is `method` and whose target matches."""
-        rule = Rule(method, target)
+    def count(self, method: str = "", target: str = "", header: str = "", body: str = "") -> int:
+        """How many requests came that a rule with these would match."""
+        rule = Rule(method, target, header=header, body=body)
         with self._lock:
             return sum(rule.matches(request) for request in self.requests)
 
@@ -171,7 +176,10 @@ class LostReplyProxy:
             rule = self._rule_for(request)
             if rule.forward == "later":
                 self._held.append(request)
-        return (self._forward(request) if rule.forward == "now" else None), rule.reply
+        reply = self._forward(request) if rule.forward == "now" else None
+        if rule.call is not None:
+            rule.call()
+        return reply, rule.reply
 
     def _rule_for(self, request: Request) -> Rule:
         for entry in self._rules:
@@ -309,8 +317,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._write(_Reply(reply.status, reply.reason, reply.headers, junk * (1 + len(reply.body) // len(junk))))
         elif loss in {"truncate", "truncate-stall"}:
             head, body = self._bytes_of(reply, reply.body)
-            # An empty body cannot be cut: then the headers are.
-            self.wfile.write(head + body[: len(body) // 2] if body else head[: len(head) // 2])
+            # An empty body cannot be cut: then nothing but the status comes.
+            self.wfile.write(head + body[: len(body) // 2] if body else head[: len("HTTP/1.1 200")])
         elif loss == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.rfile.close()
