@@ -117,9 +117,7 @@ def _endpoint(
             "AZURE_STORAGE_CONNECTION_STRING",
         )
     if not _ACCOUNT.fullmatch(name):
-        raise ConfigError(
-            "not a storage account name", key=name[:80], next_step="3 to 24 lower-case letters and digits"
-        )
+        raise ConfigError(f"not the name of a storage account: {name[:80]!r}", next_step="3 to 24 of a-z 0-9")
     return f"https://{name}{PUBLIC_SUFFIX}", ""
 
 

@@ -224,10 +224,16 @@ def _code(response: HttpResponse) -> str:
 
 def _session(connections: int) -> requests.Session:
     session = requests.Session()
+    # Without any an entry of .netrc for the host would replace the signature.
+    session.auth = _keep_signature
     never = Retry(total=False, redirect=False, raise_on_status=False)
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=connections, max_retries=never))
     return session
+
+
+def _keep_signature(request: requests.PreparedRequest) -> requests.PreparedRequest:
+    return request
 
 
 def _make_pipeline(config: AzureConfig, session: requests.Session) -> Pipeline[HttpRequest, HttpResponse]:

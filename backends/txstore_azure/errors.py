@@ -35,6 +35,9 @@ class Effect(Enum):
 _SKEW_S = 300.0
 """Clocks that differ by more are mentioned: the service refuses requests that are 15 minutes off."""
 
+_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE"})
+"""What OpenSSL says of the first bytes of a server that speaks plain HTTP."""
+
 _TAKEN = frozenset(
     {
         (409, "BlobAlreadyExists"),
@@ -151,6 +154,8 @@ def translate_error(error: Exception, *, key: str, doing: str, effect: Effect) -
             key=key,
             next_step="the server's certificate is not trusted: check the endpoint, REQUESTS_CA_BUNDLE",
         )
+    if any(isinstance(one, ssl.SSLError) and one.reason in _NO_TLS for one in chain):
+        return ConfigError(message, key=key, next_step="the endpoint speaks no TLS: is it an http:// one?")
     if isinstance(error, ClientAuthenticationError):
         return AccessDeniedError(
             message, key=key, next_step="no credential could be obtained: check the login, or set AZURE_STORAGE_KEY"

@@ -16,7 +16,7 @@ from txstore_azure.config import NAME_MAX, AzureConfig
 from txstore_azure.errors import Effect
 from txstore_azure.listing import Page, in_order, modified_s, parse_page
 from txstore_azure.reading import Reading
-from txstore_azure.upload import block_list, content_md5, new_block_ids, part_bytes_for, upload_parts
+from txstore_azure.upload import block_list, content_md5, new_block_ids, part_bytes_for, read_part, upload_parts
 
 _PART_POLICY = RetryPolicy(attempts=4, deadline_s=60.0, longest_wait_s=5.0)
 """For the parts of one verb; the whole verb is repeated above (`txstore.retry.RetryingStore`)."""
@@ -52,7 +52,7 @@ class AzureStore(Store):
         """See `Store.put`: one Put Blob with its MD5, or blocks and a block list; the size is looked at afterwards."""
         blob = self._blob(key)
         if source.size <= self.config.part_bytes:
-            self._put_blob(blob, source.read(0, source.size) if source.size else b"", Effect.WRITE)
+            self._put_blob(blob, read_part(source, 0, source.size) if source.size else b"", Effect.WRITE)
             return ObjectInfo(key, source.size)
         self._put_blocks(blob, source)
         info = self.head(key)

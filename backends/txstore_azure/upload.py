@@ -52,6 +52,18 @@ def block_list(ids: list[str]) -> bytes:
     return f'<?xml version="1.0" encoding="utf-8"?><BlockList>{listed}</BlockList>'.encode("ascii")
 
 
+def read_part(source: Source, start: int, stop: int) -> Buffer:
+    """Bytes of a source.
+
+    Raises:
+        ValueError: It gave another number of them: sent as they are, the object would silently be another.
+    """
+    data = source.read(start, stop)
+    if (count := memoryview(data).nbytes) != stop - start:
+        raise ValueError(f"the source gave {count} bytes for {start}:{stop}")
+    return data
+
+
 def upload_parts(
     source: Source, part_bytes: int, ids: list[str], *, workers: int, stage: Callable[[str, Buffer], None]
 ) -> None:
@@ -67,7 +79,7 @@ def upload_parts(
             return
         start = number * part_bytes
         try:
-            stage(ids[number], source.read(start, min(start + part_bytes, source.size)))
+            stage(ids[number], read_part(source, start, min(start + part_bytes, source.size)))
         except BaseException:
             stop.set()
             raise
