@@ -6,6 +6,7 @@ methods repeat requests, read whole bodies into memory and turn every 409 into "
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -34,6 +35,7 @@ API_VERSION = "2021-12-02"
 
 _CHUNK_BYTES = 1 << 20
 _PIECE_BYTES = 256 << 10
+_SIGNATURE = re.compile(r"([?&]sig=)[^&\s]+", re.IGNORECASE)
 _CODE = re.compile(rb"<Code>(\w{1,100})</Code>")
 
 _lock = threading.Lock()
@@ -222,7 +224,22 @@ def _code(response: HttpResponse) -> str:
     return response.headers.get("x-ms-error-code", "") or (found[1].decode("ascii") if found else "")
 
 
+class _HideSignatures(logging.Filter):
+    """urllib3 logs whole URLs at level DEBUG, and a SAS is part of the URL."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every record pass, without signatures."""
+        if isinstance(record.args, tuple):
+            record.args = tuple(_SIGNATURE.sub(r"\1***", one) if isinstance(one, str) else one for one in record.args)
+        return True
+
+
+_hide_signatures = _HideSignatures()
+
+
 def _session(connections: int) -> requests.Session:
+    # Added once, however often: it is always the same filter.
+    logging.getLogger("urllib3.connectionpool").addFilter(_hide_signatures)
     session = requests.Session()
     # Without any an entry of .netrc for the host would replace the signature.
     session.auth = _keep_signature

@@ -154,7 +154,7 @@ def translate_error(error: Exception, *, key: str, doing: str, effect: Effect) -
             key=key,
             next_step="the server's certificate is not trusted: check the endpoint, REQUESTS_CA_BUNDLE",
         )
-    if any(isinstance(one, ssl.SSLError) and one.reason in _NO_TLS for one in chain):
+    if any(isinstance(one, ssl.SSLError) and getattr(one, "reason", None) in _NO_TLS for one in chain):
         return ConfigError(message, key=key, next_step="the endpoint speaks no TLS: is it an http:// one?")
     if isinstance(error, ClientAuthenticationError):
         return AccessDeniedError(

@@ -91,10 +91,10 @@ def test_a_token_that_has_expired_is_renewed_once_and_the_request_signed_again(o
 @pytest.fixture
 def tokens(monkeypatch):
     """The SDK's rule that tokens go over TLS only, out of the way: the proxy has none."""
-    from azure.core.pipeline.policies import BearerTokenCredentialPolicy
+    from azure.core.pipeline.policies import _authentication
     from azure.storage.blob._shared import base_client
 
-    monkeypatch.setattr(BearerTokenCredentialPolicy, "_enforce_https", staticmethod(lambda _request: None))
+    monkeypatch.setattr(_authentication, "_enforce_https", lambda _request: None)
     original = base_client.StorageAccountHostsMixin.__init__
 
     def init(self, parsed_url, service, credential=None, **kwargs):
@@ -134,7 +134,7 @@ def test_without_credentials_it_is_said_how_to_get_some(opened, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "azure.identity", None)
-    with pytest.raises(ConfigError, match="AZURE_STORAGE_KEY.*azure-identity"):
+    with pytest.raises(ConfigError, match=r"AZURE_STORAGE_KEY.*azure-identity"):
         opened(account_key=None).head("x")
 
 
@@ -175,13 +175,14 @@ def test_no_secret_is_logged_or_told(opened, proxy, caplog):
         proxy.clear()
         proxy.add(Rule("PUT", reply=reply, times=None))
         timed = opened(account_key=None, sas_token=token, read_timeout_s=0.3)
-        with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
+        with pytest.raises(Exception) as caught:
             timed.create("y", b"1")
         told += "".join(traceback.format_exception(caught.value)) + repr(vars(caught.value))
-    ours = [record for record in caplog.records if not record.name.startswith("urllib3")]
     assert signature not in told
-    assert signature not in "".join(record.getMessage() for record in ours)
+    proxy.clear()
     opened().create("z", b"1")
+    assert "urllib3.connectionpool" in {record.name for record in caplog.records}
+    assert signature not in caplog.text
     assert KEY not in caplog.text
 
 
@@ -250,11 +251,6 @@ def test_one_slot_is_enough_for_every_verb(opened):
 def test_a_store_that_ignores_conditions_or_has_none_is_refused(opened, proxy):
     from txstore.probe import prove
 
-    def forget(request):
-        request.headers = {name: value for name, value in request.headers.items() if name.lower() != "if-none-match"}
-        return original(request)
-
-    original = proxy._receive
     created = Answer(201, b"", {"x-ms-request-id": "1"})
     proxy.add(Rule("PUT", header="If-None-Match", skip=1, reply=created, forward="never", times=None))
     with pytest.raises(CapabilityError, match="a second create of one key succeeded"):
@@ -343,7 +339,7 @@ def test_a_body_damaged_on_its_way_is_refused_by_the_service(opened, proxy):
     original = proxy._forward
 
     def damage(request):
-        request.body = b"y" + request.body[1:]
+        request.body = b"y" + request.body[1:] if request.body else b""
         return original(request)
 
     proxy._forward = damage

@@ -30,6 +30,7 @@ from txstore.errors import (
     StoreError,
     TransientError,
 )
+from txstore.store import BytesSource
 from txstore_azure import open_store
 from txstore_azure.errors import Effect, translate_error, translate_status
 
@@ -114,11 +115,10 @@ def test_each_exception_has_its_class_and_tells_no_secret(error, read, create):
         assert str(pickle.loads(pickle.dumps(mine))) == str(mine)
 
 
-def test_a_live_error_of_the_sdk_cannot_be_pickled_and_ours_can(azure_server):
+def test_what_is_made_of_a_live_error_of_the_sdk_can_be_pickled(azure_server):
     with azure_server.container("checkpoints") as container, pytest.raises(ResourceNotFoundError) as caught:
         container.get_blob_client("absent").get_blob_properties()
-    with pytest.raises(TypeError):
-        pickle.loads(pickle.dumps(caught.value))
+    assert caught.value.response is not None  # it holds the connection, a lock, and the signed request
     try:
         raise translate_error(caught.value, key="absent", doing="head", effect=Effect.NONE) from caught.value
     except StoreError as error:
@@ -157,7 +157,7 @@ def test_nobody_listens():
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/acct"
         with open_store("az://box/x", account_url=url, account_key="AAAA") as store:
             for call in (lambda: store.create("k", b"x"), lambda: store.head("k"), lambda: list(store.list(""))):
-                with pytest.raises(TransientError, match="ConnectionRefused|NewConnection") as caught:
+                with pytest.raises(TransientError, match=r"ConnectionRefused|NewConnection") as caught:
                     call()  # never "unknown": nothing was sent
                 assert "endpoint" in caught.value.next_step
 
@@ -171,9 +171,9 @@ def test_a_host_without_address():
 
 def test_a_server_that_speaks_no_tls(azure_server):
     url = azure_server.account_url.replace("http://", "https://")
-    with open_store("az://box/x", account_url=url, account_key="AAAA") as store:
-        with pytest.raises(ConfigError, match="speaks no TLS"):
-            store.create("k", b"x")
+    store = open_store("az://box/x", account_url=url, account_key="AAAA")
+    with store, pytest.raises(ConfigError, match="speaks no TLS"):
+        store.create("k", b"x")
 
 
 def test_a_server_that_takes_no_bytes_is_given_up():
@@ -183,11 +183,8 @@ def test_a_server_that_takes_no_bytes_is_given_up():
         deaf.listen(8)
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/acct"
         options = {"account_key": "AAAA", "connect_timeout_s": 0.3, "part_bytes": 32 << 20}
-        with open_store("az://box/x", account_url=url, **options) as store:
-            from txstore.store import BytesSource
-
-            with pytest.raises(OutcomeUnknownError):
-                store.put("k", BytesSource(bytes(32 << 20)))
+        with open_store("az://box/x", account_url=url, **options) as store, pytest.raises(OutcomeUnknownError):
+            store.put("k", BytesSource(bytes(32 << 20)))
 
 
 def test_wrong_credentials_are_denied(azure_server):
