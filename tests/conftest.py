@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from tests.servers.fake_gcs import FakeGcs, fake_gcs
-
-if TYPE_CHECKING:
-    from tests.servers.seaweed import Bucket
-
 pytest.register_assert_rewrite("txstore.testing")
+pytest_plugins = ["tests.servers.fixtures"]
 
 # A busy machine is not a failure: the time limits are pytest's.
 settings.register_profile("txstore", deadline=None)
@@ -30,34 +23,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def store_url(tmp_path: Path) -> str:
     """The URL of an empty place on the local file system."""
     return (tmp_path / "store").as_uri()
-
-
-@pytest.fixture(scope="session")
-def s3_bucket() -> Iterator[Bucket]:
-    """A bucket on a SeaweedFS of this test session."""
-    from tests.servers.seaweed import Bucket, seaweed  # only the tests that use it need the SDK
-
-    with pytest.MonkeyPatch.context() as patch, seaweed() as endpoint:
-        for name in [name for name in os.environ if name.startswith("AWS_")]:
-            patch.delenv(name)  # the developer's own profile and endpoint
-        patch.setenv("AWS_CONFIG_FILE", os.devnull)
-        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        yield Bucket(endpoint, "txstore-tests")
-
-
-@pytest.fixture(scope="session")
-def gcs_server() -> Iterator[FakeGcs]:
-    """fake-gcs-server with a bucket named `bucket`."""
-    with fake_gcs() as server:
-        server.make_bucket("bucket")
-        yield server
-
-
-@pytest.fixture
-def gcs_prefix() -> str:
-    """A fresh prefix for one test, within the bucket `bucket`."""
-    return f"runs/{secrets.token_hex(6)}"
 
 
 class SkipRule:

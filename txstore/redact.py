@@ -14,6 +14,8 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]+")
+# In abfs://container@account.dfs.core.windows.net/ a container stands where other URLs have user and password.
+_CONTAINER_URL = re.compile(r"(?:az|abfss?):/+(?:\$root|[a-z0-9-]{3,63})@[^/@]*(?:/.*)?", re.IGNORECASE | re.DOTALL)
 _SHORTEST = 4
 """Secrets shorter than this are not looked for in other text: they would hide every word that holds them."""
 
@@ -28,7 +30,7 @@ def redact(url: str) -> str:
     if found:
         rest, mark, _ = found["rest"].partition("#")
         place, question, query = rest.partition("?")
-        text = found["scheme"] + _without_user(place)
+        text = found["scheme"] + _without_user(found["scheme"], place)
         if question:
             text += "?" + "&".join(_without_value(part) for part in query.split("&"))
         if mark:
@@ -36,7 +38,9 @@ def redact(url: str) -> str:
     return _SECRET.sub(lambda one: f"{one['name']}{one['equals']}{HIDDEN}", text)
 
 
-def _without_user(place: str) -> str:
+def _without_user(scheme: str, place: str) -> str:
+    if _CONTAINER_URL.fullmatch(scheme + place):
+        return place
     host, slash, path = place.partition("/")
     if "@" in host:
         return HIDDEN + "@" + host.rpartition("@")[2] + slash + path
@@ -58,7 +62,7 @@ def _secrets_in(url: str) -> set[str]:
     if found:
         rest, _, fragment = found["rest"].partition("#")
         place, _, query = rest.partition("?")
-        user = place.rpartition("@")[0] if _without_user(place) != place else ""
+        user = place.rpartition("@")[0] if _without_user(found["scheme"], place) != place else ""
         secrets |= {fragment, query, user, *user.split(":", 1)}
         secrets |= {part.partition("=")[2] or part for part in query.split("&")}
     return {text for secret in secrets for text in (secret, unquote(secret)) if len(text) >= _SHORTEST}

@@ -47,7 +47,9 @@ def open_store(url: str | os.PathLike[str], **options: object) -> Store:
             f"the URL has a single slash after {mangled[1]}:",
             next_step=f"pass a str, not pathlib.Path: {mangled[1]}://...",
         )
-    entry = _backends().get(scheme)
+    # A backend for a family of schemes registers the part up to the plus sign: `fsspec+` serves fsspec+memory://.
+    family = scheme[: scheme.find("+") + 1]
+    entry = _backends().get(scheme) or _backends().get(family or scheme)
     if entry is None:
         raise ConfigError(
             f"no backend for scheme {scheme!r}",

@@ -1,0 +1,75 @@
+"""One server of each kind for a test session, started when the first test asks for it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.servers.azurite import Azurite
+    from tests.servers.fake_gcs import FakeGcs
+    from tests.servers.seaweed import Bucket
+
+# The servers are imported where they are used: a test of one backend must not need the SDK of another.
+
+
+@pytest.fixture(scope="session")
+def s3_bucket() -> Iterator[Bucket]:
+    """A bucket on a SeaweedFS of this test session."""
+    from tests.servers.seaweed import Bucket, seaweed
+
+    with pytest.MonkeyPatch.context() as patch, seaweed() as endpoint:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)  # the developer's own profile and endpoint
+        patch.setenv("AWS_CONFIG_FILE", os.devnull)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield Bucket(endpoint, "txstore-tests")
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[FakeGcs]:
+    """fake-gcs-server with a bucket named `bucket`."""
+    from tests.servers.fake_gcs import fake_gcs
+
+    with fake_gcs() as server:
+        server.make_bucket("bucket")
+        yield server
+
+
+@pytest.fixture
+def gcs_prefix() -> str:
+    """A fresh prefix for one test, within the bucket `bucket`."""
+    return f"runs/{secrets.token_hex(6)}"
+
+
+@pytest.fixture(scope="session")
+def azure_server() -> Iterator[Azurite]:
+    """Azurite with the container ``checkpoints``."""
+    from tests.servers.azurite import azurite
+
+    with azurite() as server:
+        server.make_container("checkpoints")
+        yield server
+
+
+@pytest.fixture
+def azure_prefix() -> str:
+    """A prefix that no other test uses."""
+    return secrets.token_hex(16)
+
+
+@pytest.fixture
+def memory_root() -> Iterator[str]:
+    """A folder of fsspec's memory filesystem, emptied after the test."""
+    import fsspec
+
+    root = secrets.token_hex(16)
+    yield root
+    store = fsspec.filesystem("memory").store
+    for path in [path for path in store if path.startswith(f"/{root}/")]:
+        del store[path]
