@@ -10,6 +10,7 @@ from typing import Any
 import google.auth
 from google.auth import compute_engine
 from google.auth.credentials import AnonymousCredentials, Credentials, with_scopes_if_required
+from google.auth.exceptions import GoogleAuthError
 from google.oauth2 import credentials as user_credentials
 from google.oauth2 import service_account
 
@@ -45,8 +46,7 @@ def load(config: GcsConfig) -> Credentials:
 
 def _named(token: str | None) -> Credentials:
     if token is None or token == "google_default":  # noqa: S105 - gcsfs's word for it
-        found, _ = google.auth.default(scopes=SCOPES)
-        return found
+        return _default()
     if token == "anon":  # noqa: S105 - gcsfs's word for it
         return AnonymousCredentials()  # type: ignore[no-untyped-call]
     if token == "cloud":  # noqa: S105 - gcsfs's word for it
@@ -61,6 +61,19 @@ def _named(token: str | None) -> Credentials:
             next_step="give the path of a key file, google_default, cloud, anon, a dict, or a credentials object",
         ) from None
     return _given(content)
+
+
+def _default() -> Credentials:
+    try:
+        found, _ = google.auth.default(scopes=SCOPES)
+    except OSError as error:
+        if isinstance(error, GoogleAuthError):
+            raise
+        raise ConfigError(
+            f"the application default credentials cannot be read ({type(error).__name__})",
+            next_step="check GOOGLE_APPLICATION_CREDENTIALS and the mode of that file",
+        ) from error
+    return found
 
 
 def _given(token: object) -> Credentials:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -41,6 +41,7 @@ class _Object(msgspec.Struct):
 
 
 class _Page(msgspec.Struct, rename="camel"):
+    kind: Literal["storage#objects"]  # else any JSON from a wrong endpoint would be an empty listing: "no checkpoint"
     items: list[_Object] = []
     next_page_token: str | None = None
 
@@ -118,7 +119,11 @@ class GcsStore(Store):
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`. Names that are no keys, such as a console's "folders", are passed over."""
-        params = {"prefix": self._root + prefix, "fields": f"nextPageToken,items({_FIELDS})", "maxResults": str(_PAGE)}
+        params = {
+            "prefix": self._root + prefix,
+            "fields": f"kind,nextPageToken,items({_FIELDS})",
+            "maxResults": str(_PAGE),
+        }
         if start_after:
             params["startOffset"] = self._root + start_after
         while True:
@@ -181,7 +186,7 @@ class GcsStore(Store):
         if reply.status != 200:
             raise self._refused(reply, key, may_apply=True)
         info = _info(_decode(reply.body, _Object, key, may_apply=True), key, may_apply=True)
-        if info.size != size or info.crc32c not in {None, checksum}:
+        if (info.size, info.crc32c) != (size, checksum):
             raise unclear("the service stored other bytes than were sent", key, "stored differently", may_apply=True)
         return info
 
@@ -220,7 +225,7 @@ class GcsStore(Store):
 
     def _check_bucket(self, key: str) -> None:
         # A listing, since looking at the bucket itself needs a permission that object roles lack.
-        self._page({"prefix": self._root, "fields": "nextPageToken", "maxResults": "1"}, key)
+        self._page({"prefix": self._root, "fields": "kind,nextPageToken", "maxResults": "1"}, key)
 
     def _no_bucket(self, key: str) -> ConfigError:
         return ConfigError(

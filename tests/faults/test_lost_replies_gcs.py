@@ -250,7 +250,7 @@ def test_a_put_whose_reply_is_lost_is_repeated_whole(reply, forward, proxy, stor
     assert proxy.count("POST") == 2
 
 
-@pytest.mark.parametrize("wrong", [{"crc32c": "AAAAAA=="}, {"size": "1"}, {"size": "x"}, {"crc32c": "??"}])
+@pytest.mark.parametrize("wrong", [{}, {"crc32c": "AAAAAA=="}, {"size": "1"}, {"size": "x"}, {"crc32c": "??"}])
 def test_a_put_is_done_only_when_the_service_confirms_the_bytes(wrong, proxy, store):
     data = bytes(2 * BLOCK_BYTES)
     reply = {"name": "x", "size": str(len(data)), **wrong}
@@ -352,6 +352,15 @@ def test_looking_and_listing_are_repeated(loss, proxy, store, direct, monkeypatc
     proxy.add(Rule("GET", "data%2F0", reply=loss))
     assert store.head("data/0").size == 1
     assert proxy.count("GET") == 2
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"message": "hello"}', b'{"kind": "storage#object"}', b"[]", b"", b"<html>"])
+def test_what_is_no_listing_is_not_an_empty_one(body, proxy, bare):
+    proxy.add(Rule("GET", "prefix=", forward="never", reply=Answer(200, body), times=None))
+    with pytest.raises(TransientError, match="garbled"):
+        list(bare.list(""))
+    with pytest.raises(TransientError, match="garbled"):
+        bare.head("absent")
 
 
 @pytest.mark.parametrize("loss", [*LOSSES, Answer(503)], ids=name_of)

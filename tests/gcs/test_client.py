@@ -113,6 +113,12 @@ def test_without_credentials_it_is_said_how_to_get_some(opened: Opened, monkeypa
         opened(token=None).head("x")
 
 
+def test_a_key_file_that_cannot_be_read_is_no_network_fault(opened: Opened, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path))  # a directory
+    with pytest.raises(ConfigError, match="cannot be read"):
+        opened(token=None).head("x")
+
+
 def test_application_default_credentials_are_used(opened: Opened, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "adc.json"
     user = {"type": "authorized_user", "client_id": "c", "client_secret": SECRET, "refresh_token": SECRET}
