@@ -28,6 +28,9 @@ from txstore.store import KeepsUnfinished, ObjectInfo, Store
 GRACE_FLOOR_S = 24 * 3600.0
 """An undecided attempt younger than this is never touched, unless forced: its writer may only be slow."""
 
+RECORD_FLOOR_S = 3600.0
+"""What was left outside an attempt, by the write of a small record, must be this old even if a sweep is forced."""
+
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
@@ -99,7 +102,9 @@ def _sweep_unfinished(store: Store, *, grace_s: float, dry_run: bool, now_s: flo
         attempt = parse_attempt(left.key) or ("", "")
         if attempt[0] and attempt not in dead:
             dead[attempt] = _why_orphan(store, *attempt) in {"retired", "aborted"}
-        if not dead.get(attempt) and now_s - left.modified_s < grace_s:
+        # Outside an attempt it may be the record that another sweep, or a commit, is publishing at this moment.
+        patience_s = grace_s if attempt[0] else max(grace_s, RECORD_FLOOR_S)
+        if not dead.get(attempt) and now_s - left.modified_s < patience_s:
             continue
         if not dry_run:
             backend.discard(left)

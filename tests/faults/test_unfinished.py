@@ -86,3 +86,15 @@ def test_discard_takes_nothing_but_temporary_files(tmp_path):
         with pytest.raises(FormatError):
             store.discard(Unfinished(key, 1, 0.0))
     assert store.read("latest.json") == b"x"
+
+
+def test_a_record_that_is_being_published_is_left_alone_even_by_force(tmp_path):
+    store = open_store(tmp_path)
+    begin(store, "step-1", world_size=1)
+    (tmp_path / "commits").mkdir(exist_ok=True)
+    flying = tmp_path / "commits" / ".txstore-0123456789abcdef"
+    flying.write_bytes(b"{")
+    sweep(store, dry_run=False, grace_s=0, force=True)
+    assert flying.exists()
+    sweep(store, dry_run=False, grace_s=0, force=True, clock=lambda: time.time() + 2 * 3600)
+    assert not flying.exists()
