@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-import boto3
 from botocore import UNSIGNED
 from botocore.config import Config
+from botocore.loaders import create_loader
+from botocore.session import Session
 
 from txstore.errors import TxStoreError
 from txstore_s3.config import S3Config, check_endpoint
@@ -59,6 +60,11 @@ def _send_memory(request: Any, **_kwargs: Any) -> None:
     """Hand the memory itself to the socket: read as a file it would be sent in pieces of 16 KiB."""
     if isinstance(request.body, Body):
         request.body = request.body.view
+        request.reset_stream = _nothing  # after a redirect to the bucket's region: memory needs no rewinding
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ class Clients:
         """The client, for one request inside the block; what the SDK raises becomes an error of the contract.
 
         Raises:
-            ConfigError: The configuration that boto3 finds is unusable.
+            ConfigError: The configuration that botocore finds is unusable.
             StoreError: See `translate`.
         """
         with _gate(os.getpid(), self.config.max_requests):
@@ -157,30 +163,35 @@ def _connect(config: S3Config) -> _Connection:
 
 
 def _make(config: S3Config) -> _Connection:
-    session = boto3.session.Session(
-        aws_access_key_id=config.key,
-        aws_secret_access_key=config.secret,
-        aws_session_token=config.token,
-        region_name=config.region,
-        profile_name=config.profile,
-    )
-    style = config.addressing_style or session._session.get_scoped_config().get("s3", {}).get("addressing_style")  # noqa: SLF001 - boto3 has no other way to it
-    # Whether the endpoint is Amazon's and has TLS is known only after botocore has looked everywhere.
-    client = _client(session, config, style or "auto", sign=True)
-    endpoint = client.meta.endpoint_url
+    session = Session(profile=config.profile)
+    # The description of the API is large: read once for each process, not for each client.
+    session.register_component("data_loader", _loader(os.getpid(), session.get_config_variable("data_path")))
+    if config.key is not None:
+        session.set_credentials(config.key, config.secret, config.token)
+    profile_style = session.get_scoped_config().get("s3", {}).get("addressing_style")
+    style = config.addressing_style or profile_style
+    endpoint = config.endpoint_url
+    if endpoint is None:
+        # Environment and profile may name one; only botocore knows where to look.
+        first = _client(session, config, style or "auto", sign=True)
+        endpoint = first.meta.endpoint_url
+        first.close()
     check_endpoint(endpoint)
     amazon = (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
     sign = config.sign_payload if config.sign_payload is not None else endpoint.startswith("http:")
-    if not sign or (style is None and not amazon):
-        client.close()
-        client = _client(session, config, style or ("auto" if amazon else "path"), sign=sign)
+    client = _client(session, config, style or ("auto" if amazon else "path"), sign=sign)
     client.meta.events.register("before-send.s3", _send_memory)
     credentials = None if config.anon else session.get_credentials()
     frozen = credentials.get_frozen_credentials() if credentials is not None else None
     return _Connection(os.getpid(), client, frozen, amazon)
 
 
-def _client(session: Any, config: S3Config, style: str, *, sign: bool) -> Any:
+@lru_cache(maxsize=64)
+def _loader(pid: int, data_path: str | None) -> Any:  # noqa: ARG001 - a fork's child has its own
+    return create_loader(data_path)
+
+
+def _client(session: Session, config: S3Config, style: str, *, sign: bool) -> Any:
     settings = Config(
         # A repeated conditional write is told "exists" by its own first attempt: txstore.retry repeats, nobody else.
         retries={"total_max_attempts": 1, "mode": "standard"},
@@ -195,10 +206,10 @@ def _client(session: Any, config: S3Config, style: str, *, sign: bool) -> Any:
         s3={"addressing_style": style, "payload_signing_enabled": sign},
         user_agent_extra="txstore",
     )
-    return session.client(
+    return session.create_client(
         "s3",
         endpoint_url=config.endpoint_url,
-        region_name=session.region_name or _DEFAULT_REGION,
+        region_name=config.region or session.get_config_variable("region") or _DEFAULT_REGION,
         verify=config.verify,
         config=settings,
     )

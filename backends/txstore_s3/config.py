@@ -14,6 +14,9 @@ from txstore.errors import ConfigError
 MIN_PART_BYTES = 5 << 20
 """The smallest part that S3 takes, the last one excepted."""
 
+MAX_PART_BYTES = 5 << 30
+"""The largest part, and the largest object that one request can bring."""
+
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _STRAY_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -34,7 +37,7 @@ _NESTED = {"client_kwargs": {"endpoint_url", "region_name", "verify", *_ALIASES}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Config:
-    """Settings of one store. What is not given follows boto3: environment, profile, instance role.
+    """Settings of one store. What is not given follows the SDK: environment, profile, instance role.
 
     Raises:
         ConfigError: A value is impossible.
@@ -51,7 +54,7 @@ class S3Config:
     profile: str | None = None
     """Profile in the AWS configuration files; else ``AWS_PROFILE``."""
     key: str | None = field(default=None, repr=False)
-    """Access key id; else boto3's credential chain, which also refreshes what expires."""
+    """Access key id; else the SDK's credential chain, which also refreshes what expires."""
     secret: str | None = field(default=None, repr=False)
     """Secret access key."""
     token: str | None = field(default=None, repr=False)
@@ -108,8 +111,8 @@ class S3Config:
         self._check_numbers()
 
     def _check_numbers(self) -> None:
-        if self.part_bytes < MIN_PART_BYTES or self.part_bytes % BLOCK_BYTES:
-            raise ConfigError(f"part_bytes={self.part_bytes} is not a multiple of 1 MiB of at least 5 MiB")
+        if not MIN_PART_BYTES <= self.part_bytes <= MAX_PART_BYTES or self.part_bytes % BLOCK_BYTES:
+            raise ConfigError(f"part_bytes={self.part_bytes} is not a multiple of 1 MiB from 5 MiB to 5 GiB")
         for name in ("part_workers", "max_requests"):
             if not 1 <= getattr(self, name) <= 1024:
                 raise ConfigError(f"{name}={getattr(self, name)} is not between 1 and 1024")

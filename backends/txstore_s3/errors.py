@@ -122,7 +122,9 @@ _BY_STATUS: dict[int, tuple[_Kind, str]] = {
 }
 
 _CREATE_HINT = "this endpoint does not take If-None-Match: use a store with conditional writes (docs/compatibility.md)"
-# What a store answers to a condition that it does not know; 304 is what some answer instead of 412.
+_UNKNOWN_HEADER = frozenset({"InvalidRequest", "InvalidArgument", "NotImplemented", "UnsupportedOperation", "400", ""})
+# What a store answers to a condition that it does not know (400: with one of the codes above); 304 is what some
+# answer instead of 412.
 _CREATE: dict[int, tuple[_Kind, str]] = {
     304: (AlreadyExistsError, ""),
     400: (CapabilityError, _CREATE_HINT),
@@ -149,7 +151,7 @@ _BY_CLASS: list[tuple[tuple[type[Exception], ...], _Kind, str, str]] = [
         _FIND_HINT,
     ),
     (
-        (sdk.TokenRetrievalError, sdk.SSOError, sdk.LoginError, sdk.NoAuthTokenError),
+        (sdk.TokenRetrievalError, sdk.SSOError, sdk.NoAuthTokenError, getattr(sdk, "LoginError", sdk.SSOError)),
         AccessDeniedError,
         "the login has ended",
         "log in again: aws sso login",
@@ -237,7 +239,7 @@ def _translate_answer(error: sdk.ClientError, call: Call, *, refreshed: bool) ->
 def _kind(status: int, code: str, call: Call) -> tuple[_Kind, str]:
     if code in _BY_CODE:
         return _BY_CODE[code]
-    if call.effect == "create" and status in _CREATE:
+    if call.effect == "create" and status in _CREATE and (status != 400 or code in _UNKNOWN_HEADER):
         return _CREATE[status]
     if status in _BY_STATUS:
         return _BY_STATUS[status]

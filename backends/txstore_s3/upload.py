@@ -21,13 +21,12 @@ from txstore.errors import ConfigError, IntegrityError, NotFoundError, OutcomeUn
 from txstore.retry import Retrier
 from txstore.store import Source
 from txstore_s3.client import Body, Clients
-from txstore_s3.config import S3Config
+from txstore_s3.config import MAX_PART_BYTES, S3Config
 from txstore_s3.errors import Call, UploadGoneError
 
 _log = logging.getLogger(__name__)
 
 MAX_PARTS = 10_000
-MAX_PART_BYTES = 5 << 30
 MARK = "txstore-upload"
 """Name of the object metadata that holds the random mark of one upload."""
 

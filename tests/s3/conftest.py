@@ -43,7 +43,19 @@ def direct(make):
 
 @pytest.fixture
 def remote(make, proxy):
+    return make(endpoint_url=proxy.url, read_timeout_s=20)
+
+
+@pytest.fixture
+def hasty(make, proxy):
+    """For replies that never come: each costs its read timeout."""
     return make(endpoint_url=proxy.url, read_timeout_s=1.0)
+
+
+@pytest.fixture
+def through(remote, hasty):
+    """Function: the store to use when a reply is lost in this way."""
+    return lambda reply: hasty if "stall" in str(reply) else remote
 
 
 @pytest.fixture

@@ -143,6 +143,7 @@ def client_error(status, code, operation="GetObject", **headers):
         (400, "AuthorizationHeaderMalformed", ConfigError, ConfigError, ConfigError),
         (400, "InvalidBucketName", ConfigError, ConfigError, ConfigError),
         (400, "InvalidRequest", StoreError, StoreError, CapabilityError),
+        (400, "KMS.DisabledException", StoreError, StoreError, StoreError),
         (400, "RequestTimeout", TransientError, OutcomeUnknownError, OutcomeUnknownError),
         (400, "BadDigest", TransientError, TransientError, TransientError),
         (400, "ExpiredToken", AccessDeniedError, AccessDeniedError, AccessDeniedError),
@@ -281,6 +282,17 @@ def test_a_forked_child_makes_its_own_client(s3_bucket, place):
         check=False,
     )
     assert done.stdout == "both\n", done.stderr
+
+
+def test_a_large_body_is_sent_again_to_the_region_that_the_service_names(make, proxy, direct, answer):
+    # The SDK follows this by itself, with the same body; the answer is definite, so nothing was applied.
+    store = make(endpoint_url=proxy.url, region="eu-west-1")
+    moved = answer(301, "PermanentRedirect", **{"x-amz-bucket-region": "us-east-1"})
+    proxy.add(Rule("PUT", forward="never", reply=moved))
+    data = bytes(range(256)) * (16 << 10)
+    store.put("data/x", BytesSource(data))
+    assert direct.read("data/x") == data
+    assert proxy.count("PUT") == 2
 
 
 def test_unreadable_answers_are_lost_replies(remote, proxy):

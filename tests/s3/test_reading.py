@@ -28,7 +28,8 @@ def ranges(proxy):
 @pytest.mark.parametrize(
     ("start", "size"), [(0, None), (1000, None), (0, len(DATA)), (1000, 1 << 20), (2 << 20, 5 << 20)]
 )
-def test_a_broken_body_is_taken_up_where_it_broke(stored, remote, proxy, reply, start, size):
+def test_a_broken_body_is_taken_up_where_it_broke(stored, through, proxy, reply, start, size):
+    remote = through(reply)
     proxy.add(Rule("GET", GET, reply=reply))
     wanted = DATA[start : None if size is None else start + size]
     assert remote.read(KEY, start, size) == wanted
@@ -95,7 +96,8 @@ def test_another_range_than_asked_for_is_not_taken(stored, remote, proxy):
 
 
 @pytest.mark.parametrize("reply", ["reset", "garble", "stall", "close", Answer(500), Answer(503)], ids=str)
-def test_a_read_that_never_began_is_transient(stored, remote, proxy, reply):
+def test_a_read_that_never_began_is_transient(stored, through, proxy, reply):
+    remote = through(reply)
     proxy.add(Rule("GET", GET, reply=reply), Rule("HEAD", GET, reply=reply))
     for call in (lambda: remote.read(KEY), lambda: remote.head(KEY)):
         with pytest.raises(TransientError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import boto3
+from botocore.session import Session
 
 from tests.servers.base import free_port, running
 
@@ -122,7 +122,7 @@ class Bucket:
         self.endpoint = endpoint
         self.name = name
         self.options: dict[str, Any] = {"endpoint_url": endpoint.url, "key": endpoint.key, "secret": endpoint.secret}
-        self.client = boto3.session.Session().client(
+        self.client = Session().create_client(
             "s3",
             endpoint_url=endpoint.url,
             aws_access_key_id=endpoint.key,
