@@ -75,12 +75,14 @@ def newest(store: Store) -> Decision:
         decision = _standing(store, checkpoint, slots[checkpoint], retired)
         if decision is not None and best is not None:
             raise ConfigError(
-                f"{best.checkpoint} and {decision.checkpoint} are both newest: they have the same step",
+                f"{best.checkpoint} and {decision.checkpoint} are both newest: "
+                + ("neither name ends in a step" if best.step is None else "they have the same step"),
                 next_step="name the checkpoint; keep one run per store root",
             )
         best = decision or best
     if best is None:
-        raise CheckpointNotFound(f"no committed checkpoint in {store.url}", key=store.url)
+        what = "no committed checkpoint in" if read_store_format(store) else "no store, nothing was ever saved, at"
+        raise CheckpointNotFound(f"{what} {store.url}", key=store.url)
     return best
 
 

@@ -23,6 +23,7 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_=+-][A-Za-z0-9._=+-]*")
 _CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 _TXN = re.compile(r"[0-9a-f]{32}")
 _STEP = re.compile(r"(?<![0-9])([0-9]{1,18})\Z")
+_TOO_LONG = re.compile(r"[0-9]{19}$")
 _SLOT = re.compile(r"(0|[1-9][0-9]{0,8})", re.ASCII)
 
 
@@ -49,6 +50,9 @@ def check_checkpoint(name: str) -> str:
             key=name[:200],
             next_step="use 1 to 128 of A-Z a-z 0-9 . _ = + -, beginning with a letter or digit, such as step-1000",
         )
+    if _TOO_LONG.search(name):
+        # It would have no step, and lose to every older checkpoint that has one.
+        raise ConfigError("a checkpoint name ends in at most 18 digits, its step", key=name, next_step="use the step")
     return name
 
 

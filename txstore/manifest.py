@@ -140,6 +140,20 @@ class Description(Struct, forbid_unknown_fields=True, frozen=True):
     fingerprints: dict[str, str] = {}
 
 
+def checked_description(description: Description | None) -> Description | None:
+    """Return `description` if a manifest can hold it: asked before a shard is written, not after.
+
+    Raises:
+        ConfigError: Some field has another type or range.
+    """
+    if description is not None:
+        try:
+            msgspec.json.decode(msgspec.json.encode(description), type=Description)
+        except (msgspec.MsgspecError, OverflowError, TypeError, ValueError) as error:
+            raise ConfigError(f"not a description: {error}", next_step="plain int and str values") from error
+    return description
+
+
 class Manifest(_Document, frozen=True, kw_only=True):
     """``manifest.json``: names and digests of all files of one attempt."""
 

@@ -11,6 +11,7 @@ and a stalled writer walks past retired commits (ADR 0003).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def sweep(
     Returns:
         What was (or would be) removed.
     """
-    if grace_s < GRACE_FLOOR_S and not force:
+    if not (math.isfinite(grace_s) and (force or grace_s >= GRACE_FLOOR_S)):
         raise ConfigError(f"a grace of {grace_s:.0f} s is below the floor of {GRACE_FLOOR_S:.0f} s", next_step="force")
     # Candidates first, decisions second: a commit that lands in between is seen (restic, lakeFS).
     found: dict[tuple[str, str], list[ObjectInfo]] = {}
@@ -181,7 +182,9 @@ def _age_s(store: Store, checkpoint: str, txn: str, objects: Sequence[ObjectInfo
         times.append(decode_begin(store.read(key, 0, DECISION_MAX_BYTES + 1), key).started_at_s)
     except (NotFoundError, FormatError):
         pass  # a stray rank wrote after an earlier sweep, or begin never landed: the store's times remain
-    return now_s - max(times) if times else 0.0
+    # A time to come is a wrong clock's: it must not keep garbage until then. What other clocks say counts.
+    past = [time_s for time_s in times if time_s <= now_s]
+    return now_s - max(past) if past else 0.0
 
 
 def _delete_attempt(store: Store, checkpoint: str, txn: str) -> None:

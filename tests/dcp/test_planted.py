@@ -209,7 +209,7 @@ RANKS: dict[str, Ranks] = {
         Bug(reader.StorageReader, "read_data", "choice != mine or ", ""), 3, test_refusals.disagree_on_load, ("name",)
     ),
     "a name holds for ever": Ranks(
-        Bug(reader.StorageReader, "set_up_storage_reader", "self._name = self._refusal = None", "pass"),
+        Bug(reader.StorageReader, "set_up_storage_reader", "load.name = load.refusal = None", "pass"),
         2,
         test_distributed.names,
     ),

@@ -139,3 +139,9 @@ def test_hostile_transaction_ids_are_refused(txn):
 
 def test_transaction_ids_are_fresh():
     assert len({keys.check_txn(keys.new_txn()) for _ in range(100)}) == 100
+
+
+def test_a_step_of_more_than_18_digits_is_refused_rather_than_lost():
+    assert keys.check_checkpoint("run-" + "9" * 18)
+    with pytest.raises(ConfigError, match="18 digits"):
+        keys.check_checkpoint("run-20261129140000123456")

@@ -1,5 +1,8 @@
 """Retention and orphans: what may go, when, and what never does."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 
 from txstore.catalog import entries, find, newest
@@ -68,6 +71,9 @@ def test_a_dry_run_reports_and_removes_nothing():
 def test_a_grace_below_the_floor_needs_force():
     with pytest.raises(ConfigError):
         sweep(MemoryStore(), grace_s=GRACE_FLOOR_S - 1)
+    for odd in (float("nan"), float("inf"), float("-inf")):
+        with pytest.raises(ConfigError):
+            sweep(MemoryStore(), grace_s=odd, force=True)
     sweep(MemoryStore(), grace_s=GRACE_FLOOR_S)
 
 
@@ -266,3 +272,13 @@ def test_the_begin_of_an_attempt_goes_last():
     sweep(deletes, grace_s=0, force=True, dry_run=False)
     assert [key for _, key in deletes.log][-1] == begin_key("step-5", attempt.ticket.txn)
     assert len(deletes.log) == 2
+
+
+def test_a_writer_whose_clock_was_ahead_does_not_keep_its_attempt(monkeypatch):
+    """Its begin record lies in the future; the store's own times say how old the attempt is."""
+    store, now_s = MemoryStore(), time.time()
+    with monkeypatch.context() as patch:
+        patch.setattr("txstore.transaction.time", SimpleNamespace(time=lambda: 4e9))
+        begin(store, "step-1", world_size=1)
+    assert sweep(store, clock=lambda: now_s + GRACE_FLOOR_S) == []
+    assert [orphan.why for orphan in sweep(store, clock=lambda: now_s + 8 * GRACE_FLOOR_S)] == ["undecided"]

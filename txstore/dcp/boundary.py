@@ -14,6 +14,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from txstore.errors import ConfigError, TxStoreError, describe
 from txstore.keys import check_checkpoint
+from txstore.redact import redact
 from txstore.registry import open_store, scheme_of
 from txstore.retry import RetryingStore, RetryPolicy
 from txstore.store import Store
@@ -75,6 +76,8 @@ def _native(kind: type[TxStoreError]) -> type[TxStoreError]:
 
 def connect(store: str | os.PathLike[str] | Store, retry: RetryPolicy | None, options: dict[str, object]) -> Store:
     """A store behind the retry layer, from a URL or a store."""
+    if retry is not None and not isinstance(retry, RetryPolicy):
+        raise ConfigError(f"retry is a {type(retry).__name__}, not a RetryPolicy")
     inner = store if isinstance(store, Store) else open_store(store, **options)
     return inner if isinstance(inner, RetryingStore) else RetryingStore(inner, retry)
 
@@ -90,11 +93,13 @@ def checkpoint_name(store: Store, checkpoint_id: str | os.PathLike[str], options
         return check_checkpoint(text)
     root, _, name = text.rstrip("/").rpartition("/")
     if not root or root.endswith((":/", ":")):
-        raise ConfigError(f"not a checkpoint URL: {text!r}", next_step="use <store URL>/<checkpoint>, or just the name")
+        raise ConfigError(
+            f"not a checkpoint URL: {redact(text)!r}", next_step="use <store URL>/<checkpoint>, or just the name"
+        )
     there = open_store(root, **options).url if scheme_of(root) == scheme_of(store.url) else root
     if there != store.url:
         raise ConfigError(
-            f"checkpoint_id lies below {there}, the store is {store.url}",
+            f"checkpoint_id lies below {redact(there)}, the store is {store.url}",
             next_step="open the store that holds the checkpoint, or pass its name only",
         )
     return check_checkpoint(name)

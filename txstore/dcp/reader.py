@@ -7,6 +7,7 @@ coordinator's choice then binds all: ranks that found different ones are refused
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,21 @@ class Choice:
     checkpoint: str
     slot: int
     txn: str
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint} (slot {self.slot}, transaction {self.txn}) in {self.url}"
+
+
+@dataclass(slots=True)
+class _Load:
+    """What one load knows on this rank, from `reset` to `read_data`."""
+
+    name: str | None = None
+    refusal: TxStoreError | None = None
+    rank: int | None = None
+    decision: Decision | None = None
+    index: Index | None = None
+    metadata: Metadata | None = None
 
 
 class _Unreadable(Metadata):
@@ -70,9 +86,6 @@ class StorageReader(DcpStorageReader):
         retry: Attempts and deadlines of store operations.
         options: Passed to the backend.
 
-    Attributes:
-        decision: The commit that was read last, or None.
-
     Raises (from the load, inside DCP's `CheckpointException`, the same on all ranks):
         CheckpointNotFound, CheckpointRetired, IntegrityError, FormatError, StateMismatch, UnsafeObject,
         PlanMismatch, StoreError.
@@ -92,26 +105,42 @@ class StorageReader(DcpStorageReader):
         if threads < 1:
             raise ConfigError(f"threads={threads} must be positive")
         self.store = connect(store, retry, options)
-        self.decision: Decision | None = None
         self._strict = strict
         self._trust_objects = trust_objects
         self._threads = threads
         self._options = options
-        self._name: str | None = None
-        self._refusal: TxStoreError | None = None
-        self._rank: int | None = None
-        self._index: Index | None = None
-        self._metadata: Metadata | None = None
+        self._loads = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_loads"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._loads = threading.local()
+
+    @property
+    def _load(self) -> _Load:
+        # DCP runs all steps of one load in one thread: two threads that share a reader load two checkpoints.
+        load: _Load | None = getattr(self._loads, "load", None)
+        if load is None:
+            load = self._loads.load = _Load()
+        return load
+
+    @property
+    def decision(self) -> Decision | None:
+        """The commit that this thread's last load read, or None."""
+        return self._load.decision
 
     @property
     def rank(self) -> int | None:
         """The rank of this load in its process group."""
-        return self._rank
+        return self._load.rank
 
     @property
     def checkpoint_id(self) -> str | None:
         """URL of the checkpoint that was asked for or found."""
-        name = self.decision.checkpoint if self.decision else self._name
+        load = self._load
+        name = load.decision.checkpoint if load.decision else load.name
         return f"{self.store.url}/{name}" if name else None
 
     @classmethod
@@ -124,20 +153,21 @@ class StorageReader(DcpStorageReader):
 
         A wrong one is refused by `set_up_storage_reader`, on all ranks.
         """
-        self.decision = self._index = self._metadata = self._rank = self._name = self._refusal = None
+        load = self._loads.load = _Load()
         if checkpoint_id is not None:
             asked = asked_name(self.store, checkpoint_id, self._options, LoadError)
             if isinstance(asked, TxStoreError):
-                self._refusal = asked
+                load.refusal = asked
             else:
-                self._name = asked
+                load.name = asked
 
     # Not named kwargs: DCP would take that name as an offer to read metadata rank by rank, without collectives.
     def read_metadata(self, *args: Any, **unused: Any) -> Metadata:  # noqa: ARG002 - DCP's signature
         """Find the commit and read its manifest and index. Each call looks again: nothing is cached."""
-        self._rank = self.decision = None
-        if self._refusal is not None:
-            return _Unreadable(self._refusal)
+        load = self._load
+        load.rank = load.decision = None
+        if load.refusal is not None:
+            return _Unreadable(load.refusal)
         try:
             return self._read_metadata()
         except TxStoreError as error:
@@ -145,25 +175,27 @@ class StorageReader(DcpStorageReader):
 
     @at_boundary(LoadError)
     def _read_metadata(self) -> Metadata:
-        decision = newest(self.store) if self._name is None else find(self.store, self._name)
+        load = self._load
+        decision = newest(self.store) if load.name is None else find(self.store, load.name)
         manifest = read_manifest(self.store, decision)
         index = read_index(self.store, decision, manifest)
         metadata = build_metadata(index, manifest.index.key)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=f"{self.store.url}/{decision.checkpoint}", modules=["txstore"]
         )
-        self.decision, self._index, self._metadata = decision, index, metadata
+        load.decision, load.index, load.metadata = decision, index, metadata
         return metadata
 
     @at_boundary(LoadError)
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - DCP's signature
         """Learn the rank; raise what `read_metadata` found wrong."""
-        self._rank = kwargs.get("rank", 0)
+        load = self._load
+        load.rank = kwargs.get("rank", 0)
         # A name holds for one load: the next one, if it names none, means the newest and not this one again.
-        self._name = self._refusal = None
+        load.name = load.refusal = None
         if isinstance(metadata, _Unreadable):
             raise metadata.reason
-        self._metadata = metadata
+        load.metadata = metadata
 
     @at_boundary(LoadError)
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -179,7 +211,7 @@ class StorageReader(DcpStorageReader):
         return [LoadPlan(plan.items, storage_data=choice, planner_data=plan.planner_data) for plan in plans]
 
     def _refuse_unread(self, plans: Sequence[LoadPlan]) -> None:
-        saved = self._metadata.state_dict_metadata if self._metadata else {}
+        saved = self._load.metadata.state_dict_metadata if self._load.metadata else {}
         asked = {item.storage_index.fqn for plan in plans for item in plan.items}
         unread = sorted(
             fqn
@@ -195,9 +227,10 @@ class StorageReader(DcpStorageReader):
             )
 
     def _choice(self) -> Choice:
-        if self.decision is None:
+        decision = self._load.decision
+        if decision is None:
             raise LoadError("no checkpoint was read")
-        return Choice(self.store.url, self.decision.checkpoint, self.decision.slot, self.decision.txn)
+        return Choice(self.store.url, decision.checkpoint, decision.slot, decision.txn)
 
     @at_boundary(LoadError)
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -206,15 +239,16 @@ class StorageReader(DcpStorageReader):
         All targets are compared with the saved dtypes, and all objects have passed the gate, before the
         first byte is written to any target.
         """
+        load = self._load
         choice, mine = plan.storage_data, self._choice()
-        if choice != mine or self._index is None or self._metadata is None or self.decision is None:
+        if choice != mine or load.index is None or load.metadata is None or load.decision is None:
             raise PlanMismatch(
-                f"this rank found {mine.checkpoint}.{mine.slot} in {mine.url}, the coordinator {choice}",
+                f"this rank found {mine}, the coordinator {choice}",
                 key=mine.checkpoint,
                 next_step="load again, or name the checkpoint; do all ranks see the same storage?",
             )
-        scatter = Scatter(plan.items, planner, self._metadata.storage_data, trust_objects=self._trust_objects)
-        reader = BlockReader(self.store, self.decision, self._index, workers=self._threads)
+        scatter = Scatter(plan.items, planner, load.metadata.storage_data, trust_objects=self._trust_objects)
+        reader = BlockReader(self.store, load.decision, load.index, workers=self._threads)
         reader.read_all(scatter.payloads)
         scatter.open_payloads()
         reader.read_all(scatter.tensors)

@@ -53,6 +53,7 @@ class Scatter:
             if at is None:
                 raise StateMismatch(f"the checkpoint has no {item.storage_index.fqn!r}", key=item.storage_index.fqn)
             if item.type == LoadItemType.BYTE_IO:
+                _refuse_tensor_target(planner, item)
                 self._objects.append((item, self._want_all(at)))
             else:
                 self._want_tensor(item, at)
@@ -152,6 +153,14 @@ class _SlabCopy:
         raw = torch.empty(data.nbytes, dtype=torch.uint8, device="cpu")
         as_bytes(raw)[:] = data
         part.copy_(raw.view(part.dtype).as_strided(self._slab.lengths, self._strides))
+
+
+def _refuse_tensor_target(planner: LoadPlanner, item: ReadItem) -> None:
+    """An object that DCP's planner would put in a tensor's place: the model keeps its old values, silently."""
+    name = item.dest_index.fqn
+    state = getattr(planner, "state_dict", None)
+    if isinstance(state, dict) and isinstance(state.get(name), torch.Tensor):
+        raise StateMismatch(f"{name!r} was saved as an object, the target is a tensor", key=name)
 
 
 def _is_memory(target: torch.Tensor) -> bool:

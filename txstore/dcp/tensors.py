@@ -41,7 +41,8 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, without a copy; writable if the tensor is."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape: a tensor of one element is contiguous whatever its stride says, and would keep it.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

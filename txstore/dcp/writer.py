@@ -25,7 +25,7 @@ from txstore.dcp.items import lay_out, refuse_early, write_files
 from txstore.dcp.metadata import Location, Placed, all_indices, build_index
 from txstore.errors import ConfigError, PlanMismatch, SaveError, TransactionStateError, TxStoreError
 from txstore.keys import attempt_prefix
-from txstore.manifest import Description
+from txstore.manifest import Description, checked_description
 from txstore.retry import RetryPolicy
 from txstore.shards.layout import SHARD_BYTES
 from txstore.store import Store
@@ -111,7 +111,7 @@ class StorageWriter(DcpStorageWriter):
             raise ConfigError(f"shard_bytes={shard_bytes} and threads={threads} must be positive")
         self.store = connect(store, retry, options)
         self.overwrite = overwrite
-        self.description = description
+        self.description = checked_description(description)
         self._shard_bytes = shard_bytes
         self._threads = threads
         self._visibility = visibility
