@@ -109,7 +109,7 @@ def test_many_threads_that_meet_expired_credentials_load_them_once(
 @pytest.mark.parametrize("limit", [1, 3])
 def test_no_more_requests_than_allowed_are_in_flight(make, proxy, direct, limit):
     lock = threading.Lock()
-    all_at_once = threading.Barrier(limit)
+    all_at_once, too_many = threading.Barrier(limit), threading.Event()
     active = most = seen = 0
 
     def enter():
@@ -118,8 +118,11 @@ def test_no_more_requests_than_allowed_are_in_flight(make, proxy, direct, limit)
             active, seen = active + 1, seen + 1
             most = max(most, active)
             first = seen <= limit
+            if active > limit:
+                too_many.set()
         if first:
             all_at_once.wait(20)  # that many do come together
+            too_many.wait(0.5)  # and no more: while these are under way nobody else may come
         with lock:
             active -= 1
 
