@@ -9,6 +9,7 @@ from typing import Self
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from txstore.errors import ConfigError
+from txstore.redact import redact
 
 _FILE_URL = re.compile(r"file:/", re.IGNORECASE)
 _STRAY_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
@@ -30,7 +31,9 @@ class PosixConfig:
         if "\0" in self.root:
             raise ConfigError("the path of the store holds a NUL character")
         if not self.root.startswith("/") or self.root != _normalise(self.root):
-            raise ConfigError(f"not a normalised absolute path: {self.root!r}", next_step="use PosixConfig.from_url")
+            raise ConfigError(
+                f"not a normalised absolute path: {redact(self.root)!r}", next_step="use PosixConfig.from_url"
+            )
         if self.root == "/":
             raise ConfigError(
                 "the store would be the root of the file system",
@@ -60,7 +63,7 @@ class PosixConfig:
             return cls(root=_normalise(path))
         except FileNotFoundError as error:
             raise ConfigError(
-                f"the relative path {path!r} has no meaning: the working directory was removed",
+                f"the relative path {redact(path)!r} has no meaning: the working directory was removed",
                 next_step="give an absolute path",
             ) from error
 
@@ -75,17 +78,17 @@ def _path_of_url(url: str) -> str:
     for mark, what, escape in (("?", "a query", "%3F"), ("#", "a fragment", "%23")):
         if mark in rest:
             raise ConfigError(
-                f"a file:// URL cannot have {what}: {url!r}",
+                f"a file:// URL cannot have {what}: {redact(url)!r}",
                 next_step=f"remove it; write {escape} for a {mark} that belongs to a name",
             )
     if _STRAY_PERCENT.search(rest):
-        raise ConfigError(f"malformed percent escape in {url!r}", next_step="write %25 for a percent sign")
+        raise ConfigError(f"malformed percent escape in {redact(url)!r}", next_step="write %25 for a percent sign")
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")
         if host.lower() not in {"", "localhost"}:
             raise ConfigError(
-                f"a file:// URL cannot name another host: {host!r}",
-                next_step=f"for a local path use three slashes: file:///{host}{slash}{path}",
+                f"a file:// URL cannot name another host: {redact(url)!r}",
+                next_step=f"for a local path use three slashes: {redact(f'file:///{host}{slash}{path}')}",
             )
         rest = slash + path
     return os.fsdecode(unquote_to_bytes(rest))

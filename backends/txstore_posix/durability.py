@@ -21,6 +21,7 @@ from typing import Self
 from txstore.checksum import BLOCK_BYTES
 from txstore.errors import AlreadyExistsError, CapabilityError, ConfigError, TransientError, TxStoreError
 from txstore.store import Source
+from txstore_posix.dead_ends import refuse_dead_end
 from txstore_posix.errors import UNSUPPORTED, errno_name, translate_publish, translate_write, unknown
 from txstore_posix.syscalls import Syscalls
 
@@ -56,11 +57,12 @@ class StagedFile:
         self._name = name
         self._key = key
         self._path = path
+        self._root = root
         self._file: int | None = None
         self._temporary = TEMPORARY_PREFIX + secrets.token_hex(8)
-        self._directory, made_root = self._begin(root)
+        self._directory, made_root = self._begin()
         try:
-            self._sync_parents(root, above_root=above_root or made_root)
+            self._sync_parents(above_root=above_root or made_root)
         except BaseException:
             self._discard()
             raise
@@ -104,7 +106,7 @@ class StagedFile:
         try:
             self._calls.rename(self._directory, self._temporary, self._name)
         except OSError as error:
-            raise translate_publish(error, self._key, "rename") from error
+            raise translate_publish(error, self._key, "rename", self._root) from error
         self._temporary = ""
         self._sync_published()
 
@@ -121,10 +123,10 @@ class StagedFile:
         except FileExistsError as error:
             if not self._is_ours():
                 self._settle_existing()
-                raise AlreadyExistsError("object exists", key=self._key) from error
+                raise AlreadyExistsError(f"object exists in {self._root}", key=self._key) from error
         except OSError as error:
             if error.errno not in _NO_LINKS:
-                raise translate_publish(error, self._key, "link") from error
+                raise translate_publish(error, self._key, "link", self._root) from error
             self._publish_by_rename(error)
         self._remove_temporary()
         self._sync_published()
@@ -134,12 +136,12 @@ class StagedFile:
             self._calls.rename_noreplace(self._directory, self._temporary, self._name)
         except FileExistsError as error:
             self._settle_existing()
-            raise AlreadyExistsError("object exists", key=self._key) from error
+            raise AlreadyExistsError(f"object exists in {self._root}", key=self._key) from error
         except OSError as error:
             if error.errno not in UNSUPPORTED:
-                raise translate_publish(error, self._key, "renameat2") from error
+                raise translate_publish(error, self._key, "renameat2", self._root) from error
             raise CapabilityError(
-                f"the file system cannot publish a file exclusively: link {errno_name(no_links)}, "
+                f"the file system of {self._root} cannot publish a file exclusively: link {errno_name(no_links)}, "
                 f"renameat2 {errno_name(error)}",
                 key=self._key,
                 next_step="use a file system with hard links, or an object store backend",
@@ -167,47 +169,52 @@ class StagedFile:
                 with suppress(OSError):
                     os.close(fd)
         except FileNotFoundError as error:
-            raise TransientError("the object that was in the way is gone", key=self._key) from error
+            raise TransientError(f"the object that was in the way is gone in {self._root}", key=self._key) from error
         except PermissionError as error:
-            raise translate_write(error, self._key, "open of the existing object") from error
+            raise translate_write(error, self._key, "open of the existing object", self._root) from error
         except OSError as error:
-            raise unknown(error, self._key, "fsync of the existing object") from error
+            raise unknown(error, self._key, "fsync of the existing object", self._root) from error
         if not _is_regular(found):
             raise ConfigError(
-                "the key is taken by something that is no object, such as a directory of other keys", key=self._key
+                f"the key is taken in {self._root} by something that is no object, such as a directory of other keys",
+                key=self._key,
             )
         self._sync_published()
 
-    def _begin(self, root: str) -> tuple[int, bool]:
+    def _begin(self) -> tuple[int, bool]:
         made_root = False
         for _ in range(_ATTEMPTS):
             with self._translated("open of the directory"):
-                directory, made = open_directory(self._calls, self._path)
-            made_root |= any(len(path) <= len(root) for path in made)
+                try:
+                    directory, made = open_directory(self._calls, self._path, self._root, self._key)
+                except NotADirectoryError:
+                    refuse_dead_end(self._root, self._root, self._key)
+                    raise
+            made_root |= any(len(path) <= len(self._root) for path in made)
             try:
                 self._file = self._calls.create_file(directory, self._temporary)
             except OSError as error:
                 with suppress(OSError):
                     os.close(directory)
                 if error.errno != errno.ENOENT:
-                    raise translate_write(error, self._key, "creation of a temporary file") from error
+                    raise translate_write(error, self._key, "creation of a temporary file", self._root) from error
                 continue  # an empty directory was pruned between the two calls
             return directory, made_root
-        raise TransientError("the directory was removed again and again", key=self._key)
+        raise TransientError(f"the directory was removed again and again in {self._root}", key=self._key)
 
-    def _sync_parents(self, root: str, *, above_root: bool) -> None:
+    def _sync_parents(self, *, above_root: bool) -> None:
         with self._translated("stat of a directory"):
-            parents = list(_parents(self._path, root, above_root=above_root))
+            parents = list(_parents(self._path, self._root, above_root=above_root))
         for path, must in parents:
             try:
                 fd = self._calls.open_directory(path)
             except PermissionError as error:
                 if must:
-                    raise translate_write(error, self._key, "open of a directory") from error
+                    raise translate_write(error, self._key, "open of a directory", self._root) from error
                 _log.debug("cannot sync %s above the store: %s", path, error)
                 continue
             except OSError as error:
-                raise translate_write(error, self._key, "open of a directory") from error
+                raise translate_write(error, self._key, "open of a directory", self._root) from error
             try:
                 with self._translated("fsync of a directory"):
                     sync_directory(self._calls, fd)
@@ -221,7 +228,7 @@ class StagedFile:
             self._calls.allocate(fd, size)
         except OSError as error:
             if error.errno not in _NO_ALLOCATE:
-                raise translate_write(error, self._key, "preallocation") from error
+                raise translate_write(error, self._key, "preallocation", self._root) from error
 
     def _write_at(self, fd: int, view: memoryview, offset: int) -> None:
         done = 0
@@ -236,7 +243,7 @@ class StagedFile:
         try:
             sync_directory(self._calls, self._directory)
         except OSError as error:
-            raise unknown(error, self._key, "fsync of the directory after publishing") from error
+            raise unknown(error, self._key, "fsync of the directory after publishing", self._root) from error
 
     def _remove_temporary(self) -> None:
         if self._temporary:
@@ -262,18 +269,24 @@ class StagedFile:
         except TxStoreError:
             raise  # some of them are OSErrors too
         except OSError as error:
-            raise translate_write(error, self._key, doing) from error
+            raise translate_write(error, self._key, doing, self._root) from error
 
 
-def open_directory(calls: Syscalls, path: str) -> tuple[int, list[str]]:
-    """A descriptor of the directory, and the directories that had to be made for it."""
+def open_directory(calls: Syscalls, path: str, root: str, key: str) -> tuple[int, list[str]]:
+    """A descriptor of the directory, and the directories that had to be made for it.
+
+    Raises:
+        ConfigError: A dangling symbolic link is in the way, such as one to a disk that is not mounted.
+        OSError: Any other answer of the kernel.
+    """
     made: list[str] = []
     for _ in range(_ATTEMPTS):
         try:
             return calls.open_directory(path), made
         except FileNotFoundError:
+            refuse_dead_end(path, root, key)
             made += _make_directories(calls, path)
-    raise FileNotFoundError(errno.ENOENT, "the directory vanishes, or is a dangling symbolic link", path)
+    raise FileNotFoundError(errno.ENOENT, "the directory vanishes", path)
 
 
 def _make_directories(calls: Syscalls, path: str) -> list[str]:

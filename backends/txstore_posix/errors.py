@@ -90,35 +90,37 @@ def errno_name(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, f"errno {error.errno}")
 
 
-def _message(error: OSError, doing: str) -> str:
-    return f"{doing} failed: {errno_name(error)} ({os.strerror(error.errno or 0)})"
+def _message(error: OSError, doing: str, root: str) -> str:
+    where = f" in {root}" if root else ""
+    return f"{doing} failed: {errno_name(error)} ({os.strerror(error.errno or 0)}){where}"
 
 
-def translate(error: OSError, key: str, doing: str) -> TxStoreError:
+def translate(error: OSError, key: str, doing: str, root: str = "") -> TxStoreError:
     """The error of the contract for a call that was not a publication, and so had no visible effect.
 
     An errno outside the table is a plain `StoreError`: it surfaces at once and is never retried.
+    The message names `root`, the store's directory: a key alone does not say which disk is meant.
     """
     kind, next_step = _TABLE.get(error.errno or 0, (StoreError, ""))
-    return kind(_message(error, doing), key=key, next_step=next_step)
+    return kind(_message(error, doing, root), key=key, next_step=next_step)
 
 
-def translate_write(error: OSError, key: str, doing: str) -> TxStoreError:
+def translate_write(error: OSError, key: str, doing: str, root: str = "") -> TxStoreError:
     """As `translate`, for the preparation of a write: there is no object that could be missing."""
     if error.errno == errno.ENOENT:
-        return TransientError(_message(error, doing), key=key, next_step="a directory vanished while it was used")
+        return TransientError(_message(error, doing, root), key=key, next_step="a directory vanished while it was used")
     if error.errno in {errno.ENOTDIR, errno.EISDIR}:
-        return ConfigError(_message(error, doing), key=key, next_step="a part of the key is already an object")
-    return translate(error, key, doing)
+        return ConfigError(_message(error, doing, root), key=key, next_step="a part of the key is already an object")
+    return translate(error, key, doing, root)
 
 
-def translate_publish(error: OSError, key: str, doing: str) -> TxStoreError:
+def translate_publish(error: OSError, key: str, doing: str, root: str = "") -> TxStoreError:
     """As `translate`, for link and rename: unless the kernel clearly refused, the effect is unknown."""
     if error.errno in _REFUSED:
-        return translate_write(error, key, doing)
-    return unknown(error, key, doing)
+        return translate_write(error, key, doing, root)
+    return unknown(error, key, doing, root)
 
 
-def unknown(error: OSError, key: str, doing: str) -> OutcomeUnknownError:
+def unknown(error: OSError, key: str, doing: str, root: str = "") -> OutcomeUnknownError:
     """The object is visible, or may be, and its durability is in doubt."""
-    return OutcomeUnknownError(_message(error, doing), key=key)
+    return OutcomeUnknownError(_message(error, doing, root), key=key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -12,18 +13,11 @@ from txstore.keys import DATA_PREFIX, check_key
 from txstore.store import BytesSource, ObjectInfo, Source, Store, Unfinished
 from txstore_posix import listing
 from txstore_posix.config import PosixConfig
+from txstore_posix.dead_ends import refuse_dead_end
 from txstore_posix.durability import TEMPORARY_PREFIX, StagedFile, sync_directory
 from txstore_posix.errors import ABSENT, translate, translate_publish, unknown
 from txstore_posix.mounts import refuse_object_mount
 from txstore_posix.syscalls import Syscalls
-
-
-@contextmanager
-def _translated(key: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise translate(error, key, "unlink of a temporary file") from error
 
 
 class PosixStore(Store):
@@ -103,9 +97,10 @@ class PosixStore(Store):
         try:
             directory = self._calls.open_directory(path)
         except (FileNotFoundError, NotADirectoryError):
+            refuse_dead_end(path, self._root, key)
             return
         except OSError as error:
-            raise translate(error, key, "open of the directory") from error
+            raise translate(error, key, "open of the directory", self._root) from error
         try:
             self._unlink(directory, name, key)
         finally:
@@ -116,6 +111,7 @@ class PosixStore(Store):
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
         """Temporary files of writes that were killed, or still run; see `KeepsUnfinished`."""
         self._check_mount(self._root, prefix)
+        refuse_dead_end(self._root, self._root, prefix)
         yield from listing.temporaries(self._root, prefix, TEMPORARY_PREFIX)
 
     def discard(self, unfinished: Unfinished) -> None:
@@ -123,8 +119,12 @@ class PosixStore(Store):
         folder, _, name = unfinished.key.rpartition("/")
         if not name.startswith(TEMPORARY_PREFIX):
             raise FormatError("not a temporary file of this store", key=unfinished.key)
-        with suppress(FileNotFoundError), _translated(unfinished.key):
+        try:
             os.unlink(os.path.join(self._root, check_key(folder) if folder else "", name))
+        except FileNotFoundError:
+            pass  # its write ended
+        except OSError as error:
+            raise translate(error, unfinished.key, "unlink of a temporary file", self._root) from error
         self._prune(unfinished.key)
 
     def close(self) -> None:
@@ -135,12 +135,12 @@ class PosixStore(Store):
             self._calls.unlink(directory, name)
         except OSError as error:
             if error.errno not in ABSENT:
-                raise translate_publish(error, key, "unlink") from error
+                raise translate_publish(error, key, "unlink", self._root) from error
         # Also when it was absent: an earlier delete may have failed between unlink and this fsync.
         try:
             sync_directory(self._calls, directory)
         except OSError as error:
-            raise unknown(error, key, "fsync of the directory after unlink") from error
+            raise unknown(error, key, "fsync of the directory after unlink", self._root) from error
 
     def _prune(self, key: str) -> None:
         # Only rmdir: a writer that has begun holds a temporary file there, one that has not makes it again.
@@ -169,14 +169,19 @@ class PosixStore(Store):
             fd = os.open(os.path.join(path, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise NotFoundError("no such object", key=key)
+                    raise NotFoundError(f"no such object in {self._root}", key=key)
                 yield fd
             finally:
                 os.close(fd)
         except NotFoundError:
             raise
         except OSError as error:
-            raise translate(error, key, "read") from error
+            if error.errno in ABSENT:
+                refuse_dead_end(self._root, self._root, key)
+            if error.errno == errno.ENXIO and not os.path.isfile(os.path.join(path, name)):
+                # The kernel's answer to the open of a socket. A file on a disk that died may get it, too.
+                raise NotFoundError(f"no such object in {self._root}", key=key) from error
+            raise translate(error, key, "read", self._root) from error
 
     def _place(self, key: str) -> tuple[str, str]:
         folder, _, name = check_key(key).rpartition("/")

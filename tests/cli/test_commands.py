@@ -75,6 +75,15 @@ def test_ls_of_no_store_is_not_an_empty_store(cli, store: Store, url: str) -> No
     answer = cli("ls", url)
     assert (answer.code, answer.out) == (NOT_FOUND, "")
     assert "no store at" in answer.err
+    document = cli("ls", url, "--json").json
+    assert document["checkpoints"] == []
+    assert document["error"] == {
+        "type": "CheckpointNotFound",
+        "message": f"no store at {url}: nothing was ever saved there",
+        "key": url,
+        "next_step": "check the URL, or save the first checkpoint",
+        "exit_code": NOT_FOUND,
+    }
     begin(store, "step-1", world_size=1)
     answer = cli("ls", url)
     assert (answer.code, answer.out) == (OK, "")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from txstore.cli.outcome import DAMAGED, NOT_FOUND, OK, STORE
+from txstore.cli.outcome import DAMAGED, NOT_FOUND, OK, STORE, UNEXPECTED, USAGE
 from txstore.decisions import read_manifest
 from txstore.memory import MemoryStore
 from txstore.store import Store
@@ -107,6 +107,50 @@ def test_a_broken_pipe_is_quiet_and_keeps_the_code(
     assert piped.stderr == ""
 
 
+def in_shell(command: str, *args: str, **env: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        ["sh", "-c", command, SCRIPT, *args],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("to", [">/dev/full", ">&-"])
+@pytest.mark.parametrize("args", [["ls"], ["ls", "--json"], ["latest"], ["show"], ["verify"]])
+def test_an_answer_that_cannot_be_written_is_one_line(store: Store, url: str, args, to: str, unbuffered: str) -> None:
+    commit_sample(store, "step-1")
+    code, out, err = in_shell(f'"$0" "$@" {to}', args[0], url, *args[1:], PYTHONUNBUFFERED=unbuffered)
+    assert (code, out) == (UNEXPECTED, "")
+    assert err.startswith("txstore: the answer could not be written to stdout: ")
+    assert err.count("\n") == 1
+    assert in_shell(f'"$0" "$@" {to} 2{to}', args[0], url, *args[1:]) == (UNEXPECTED, "", "")
+
+
+@pytest.mark.parametrize("to", ["2>/dev/full", "2>&-"])
+def test_a_stderr_that_takes_nothing_changes_no_answer(store: Store, root: Path, url: str, to: str) -> None:
+    command = f'"$0" "$@" {to}'
+    for debug in ("", "1"):
+        assert in_shell(command, "latest", url, TXSTORE_DEBUG=debug) == (NOT_FOUND, "", "")
+        assert in_shell(command, "latest", "nosuch://x", TXSTORE_DEBUG=debug) == (STORE, "", "")
+    code, out, _ = in_shell(command, "ls", url, "--json")
+    assert (code, json.loads(out)["checkpoints"]) == (NOT_FOUND, [])
+    assert in_shell(command, "ls", url, "--nosuch") == (USAGE, "", "")
+    commit_sample(store, "step-1")
+    (root / "commits/aside").symlink_to(root)  # a warning in the log
+    assert in_shell(command, "latest", url) == (OK, "step-1\n", "")
+
+
+def test_help_that_cannot_be_written_is_one_line() -> None:
+    for args in ("--help", "--version"):
+        code, _, err = in_shell('"$0" "$@" >/dev/full', args)
+        assert (code, err.count("\n")) == (UNEXPECTED, 1)
+
+
 def drop_read_override() -> None:
     """Root ignores modes unless it gives up CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH for the next exec."""
     if os.geteuid() == 0:
@@ -140,10 +184,10 @@ def test_an_unreadable_shard_is_not_called_damaged(script, store: Store, root: P
     assert [one["kind"] for one in document["checkpoints"][0]["problems"]] == ["unreadable"]
 
 
-def on_terminal(*args: str) -> tuple[int, str]:
+def on_terminal(*args: str, columns: int = 200) -> tuple[int, str]:
     """Run the script with a terminal as stdout and stderr; returns its exit code and everything it wrote."""
     leader, follower = pty.openpty()
-    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "200", "LINES": "50"}
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "50"}
     process = subprocess.Popen([SCRIPT, *args], stdin=follower, stdout=follower, stderr=follower, env=env)
     os.close(follower)
     seen = b""
@@ -165,6 +209,18 @@ def test_a_terminal_gets_rich_tables_and_no_raw_control_of_others(store: Store, 
         assert "\u2500" in seen, "no rich table"
         assert "\x1b]0;" not in seen
         assert "\\x1b]0;pwned\\x07[red]x[/red]:smile:" in seen
+
+
+@pytest.mark.parametrize("columns", [10, 80])
+def test_a_narrow_terminal_gets_whole_names(store: Store, url: str, columns: int) -> None:
+    name = "a-long-name-of-a-run-that-somebody-will-copy-1000"
+    commit_sample(store, name, names=("layers.0.attention.a-very-long-name.weight", "b"))
+    for args in (["ls", url], ["latest", url], ["show", url]):
+        code, seen = on_terminal(*args, columns=columns)
+        assert code == OK
+        assert name in seen
+    assert "layers.0.attention.a-very-long-name.weight" in seen
+    assert "\u2500" not in on_terminal("ls", url, columns=columns)[1]
 
 
 def test_a_terminal_sees_progress_and_a_pipe_does_not(script, store: Store, url: str) -> None:

@@ -229,9 +229,9 @@ def test_a_directory_that_is_pruned_for_ever_is_transient(traced, object_path):
 def test_a_dangling_link_in_the_way_does_not_loop(traced, tmp_path):
     (tmp_path / "root").symlink_to(tmp_path / "nowhere")
     store, calls = traced()
-    with pytest.raises(TxStoreError, match="ENOENT"):
+    with pytest.raises(ConfigError, match="is the disk mounted"):
         store.put(KEY, BytesSource(NEW))
-    assert calls.count < 200
+    assert calls.count == 1
 
 
 def test_a_key_below_an_object_or_above_objects_is_refused(traced):
@@ -262,7 +262,7 @@ def test_a_fifo_under_a_key_is_no_object_and_does_not_hang(traced, tmp_path):
             call()
     with pytest.raises(TxStoreError):
         store.create("fifo", b"x")
-    assert list(store.list("")) == []
+    assert [(info.key, info.size) for info in store.list("")] == [("fifo", 0)]
 
 
 def test_short_reads_are_continued(traced, monkeypatch):

@@ -123,3 +123,22 @@ def test_opening_touches_nothing(tmp_path):
 def test_the_registry_finds_the_backend(tmp_path):
     for url in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
         assert open_any(url).url == f"file://{tmp_path}"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file://user:hunter22@host/x",
+        "file://hunter22@host/x",
+        "file:///x?token=hunter22",
+        "file:///x?hunter22",
+        "file:///x#hunter22",
+        "file://user:hunter22%@host/x",
+    ],
+)
+def test_an_error_hides_what_may_be_secret(url):
+    for call in (open_store, open_any, PosixConfig.from_url):
+        with pytest.raises(ConfigError) as caught:
+            call(url)
+        assert "hunter22" not in f"{caught.value} {caught.value!r}"
+        assert "file://" in caught.value.message

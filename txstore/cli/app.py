@@ -16,7 +16,7 @@ from txstore.ops.report import SAMPLE_BLOCKS, Depth
 EXIT_CODES = """\b
 Exit codes:
   0    the answer is on stdout, and nothing is wrong
-  1    unexpected error: a bug in txstore
+  1    unexpected error, or the answer could not be written
   2    wrong usage
   3    no such checkpoint, none committed, or no store at this URL
   4    damaged: stored bytes are not those that were committed, or of a format

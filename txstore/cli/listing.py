@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from txstore.catalog import Entry, State, entries, newest
-from txstore.cli.outcome import NOT_FOUND, OK, Outcome
+from txstore.cli.outcome import OK, Outcome, failure
 from txstore.cli.render import Table, size_text
 from txstore.decisions import read_store_format
+from txstore.errors import CheckpointNotFound
 from txstore.manifest import Decision
 from txstore.redact import redact
 from txstore.store import Store
@@ -36,8 +37,13 @@ def ls(store: Store, url: str, *, everything: bool) -> Outcome:
     shown = [entry for entry in found if everything or entry.state == "committed"]
     document: dict[str, object] = {"checkpoints": [entry_document(entry.decision, entry.state) for entry in shown]}
     if not found and not read_store_format(store):
-        note = f"no store at {redact(url)}: nothing was ever saved there"
-        return Outcome(NOT_FOUND, document, notes=(note, "next: check the URL, or save the first checkpoint"))
+        error = CheckpointNotFound(
+            f"no store at {redact(url)}: nothing was ever saved there",
+            key=redact(url),
+            next_step="check the URL, or save the first checkpoint",
+        )
+        absent = failure(error, url)
+        return Outcome(absent.code, {**document, **absent.document}, notes=absent.notes)
     if not shown:
         hint = f"; --all shows {len(found)} other decisions" if found else ""
         return Outcome(OK, document, notes=(f"no committed checkpoint in {redact(url)}{hint}",))

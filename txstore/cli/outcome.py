@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -10,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TextIO, TypeGuard
 
 from txstore.cli.render import Table, render
 from txstore.errors import (
@@ -68,26 +69,47 @@ def run(url: str, action: Callable[[Store], Outcome], *, as_json: bool) -> NoRet
         _leave(INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - the outermost handler: any error becomes a message and a code
         if is_debug():
-            sys.stderr.write(scrub(traceback.format_exc(), url))
+            _tell(scrub(traceback.format_exc(), url))
         outcome = failure(error, url)
     code = outcome.code
     try:
         for note in outcome.notes:
-            sys.stderr.write(f"txstore: {scrub(printable(note), url)}\n")
-        sys.stderr.flush()
-        if as_json:
-            document = {"version": JSON_VERSION, "url": redact(url), **outcome.document}
-            # json escapes whatever is not printable ASCII: nothing in a name can reach a terminal raw.
-            sys.stdout.write(json.dumps(document, indent=2) + "\n")
-        else:
-            render(outcome.text)
-        sys.stdout.flush()
+            _tell(f"txstore: {scrub(printable(note), url)}\n")
+        _answer(outcome, url, as_json=as_json)
     except BrokenPipeError:
         # `txstore ls | head -1`: the reader has what it wanted, and the code still says what was found.
-        _silence()
+        _silence(sys.stdout)
+    except OSError as error:
+        code = _unwritten(error)
     except KeyboardInterrupt:
         code = INTERRUPTED
     _leave(code)
+
+
+def _answer(outcome: Outcome, url: str, *, as_json: bool) -> None:
+    if not (as_json or outcome.text):
+        return
+    if not _is_open(sys.stdout):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    if as_json:
+        document = {"version": JSON_VERSION, "url": redact(url), **outcome.document}
+        # json escapes whatever is not printable ASCII: nothing in a name can reach a terminal raw.
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    else:
+        render(outcome.text)
+    sys.stdout.flush()
+
+
+def leave_unwritten(error: OSError) -> NoReturn:
+    """Exit after help, a version or a message on wrong usage could not be written; the last keeps its own code."""
+    _leave(getattr(error.__context__, "exit_code", None) or _unwritten(error))
+
+
+def _unwritten(error: OSError) -> int:
+    """Tell, if stderr still works, that stdout took no answer (full disk, closed); the exit code for that."""
+    _silence(sys.stdout)
+    _tell(f"txstore: the answer could not be written to stdout: {error.strerror or describe(error)}\n")
+    return UNEXPECTED
 
 
 def failure(error: Exception, url: str) -> Outcome:
@@ -144,6 +166,9 @@ def is_debug() -> bool:
 
 def set_up_process() -> None:
     """Logging and streams: what libraries log is free of secrets and controls, and printing cannot fail."""
+    if sys.stderr is None:
+        # Closed (`2>&-`): click would tell of wrong usage on stdout, and a file of the store would get descriptor 2.
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the process
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding lacks must not end in a UnicodeEncodeError.
         if isinstance(stream, io.TextIOWrapper):
@@ -158,13 +183,31 @@ class _Formatter(logging.Formatter):
         return printable(redact_text(super().format(record)))
 
 
-def _silence() -> None:
-    """Nothing more is written to the broken pipe, not even by the interpreter on its way out."""
+def _is_open(stream: TextIO | None) -> TypeGuard[TextIO]:
+    """Python has None for a stream whose descriptor was closed when it started (``>&-``)."""
+    return stream is not None and not stream.closed
+
+
+def _tell(text: str) -> None:
+    """Write to stderr if it takes anything: that it is full or closed must not change the answer or its code."""
+    if not _is_open(sys.stderr):
+        return
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO | None) -> None:
+    """Nothing more is written to a broken stream, not even by the interpreter on its way out, which would exit 120."""
+    try:
+        if _is_open(stream):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except (OSError, ValueError):
-        pass  # stdout has no descriptor: a test's buffer
+        pass  # it has no descriptor: a test's buffer
 
 
 def _leave(code: int) -> NoReturn:
+    _tell("")  # what a log line left in the buffer of a stderr that is full
     sys.exit(code)

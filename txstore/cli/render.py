@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from txstore.redact import printable
 
+_NO_LIMIT = 1_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -51,14 +53,18 @@ def _render_rich(parts: Sequence[str | Table]) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     for part in parts:
         if isinstance(part, str):
-            console.print(Text(printable(part)))
+            console.print(Text(printable(part)), soft_wrap=True)
             continue
         shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in part.columns:
             shown.add_column(name, justify="right" if name in part.right else "left", overflow="fold")
         for row in part.rows:
             shown.add_row(*(Text(printable(cell) or "-") for cell in row))
-        console.print(shown)
+        if console.measure(shown, options=console.options.update(max_width=_NO_LIMIT)).maximum > console.width:
+            # rich would break cells over lines, and a name in two pieces cannot be copied.
+            sys.stdout.write("".join(f"{line}\n" for line in _aligned(part)))
+        else:
+            console.print(shown)
 
 
 def size_text(count: int | None) -> str:
