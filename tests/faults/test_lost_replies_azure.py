@@ -272,6 +272,8 @@ def test_a_range_that_is_ignored_is_never_taken_for_the_range(proxy, store, dire
         Answer(206, b"456", whole),
         Answer(206, b"45", whole | {"Content-Range": "bytes 4-5/10"}),
         Answer(206, b"4567", whole | {"Content-Range": "bytes 4-6/10"}),
+        Answer(206, b"012", whole | {"Content-Range": "bytes 0-6/10"}),
+        Answer(206, b"456", whole | {"Content-Range": "bytes 4-9/10"}),
     ]
     for answer in wrong:
         proxy.clear()
