@@ -38,6 +38,15 @@ def check_key(key: str) -> str:
     return key
 
 
+def is_key(text: str) -> bool:
+    """Whether `text` obeys the grammar: a listing passes over what somebody else put below the root."""
+    try:
+        check_key(text)
+    except FormatError:
+        return False
+    return True
+
+
 def check_checkpoint(name: str) -> str:
     """Return `name` if it can name a checkpoint.
 

@@ -17,14 +17,13 @@ from txstore.errors import (
     AlreadyExistsError,
     CapabilityError,
     ConfigError,
-    FormatError,
     NotFoundError,
     OutcomeUnknownError,
     StoreError,
     TransientError,
     describe,
 )
-from txstore.keys import check_key
+from txstore.keys import check_key, is_key
 from txstore.store import ObjectInfo, Source, Store
 from txstore_fsspec.config import FsspecConfig
 
@@ -117,7 +116,7 @@ class FsspecStore(Store):
         infos = []
         for path, info in found.items():
             key = path.removeprefix(self._root)
-            if path.startswith(self._root) and key.startswith(prefix) and key > start_after and _is_key(key):
+            if path.startswith(self._root) and key.startswith(prefix) and key > start_after and is_key(key):
                 infos.append(ObjectInfo(key, info["size"], None, _seconds(info.get("created"))))
         yield from sorted(infos, key=lambda one: one.key)
 
@@ -172,14 +171,6 @@ class FsspecStore(Store):
             raise AccessDeniedError(f"{doing} failed: {type(error).__name__}", key=key) from error
         except OSError as error:
             raise unclear(f"{doing} failed: {describe(error)}", key=key).because(type(error).__name__) from error
-
-
-def _is_key(text: str) -> bool:
-    try:
-        check_key(text)
-    except FormatError:
-        return False
-    return True
 
 
 def _seconds(created: object) -> float | None:

@@ -13,8 +13,8 @@ import msgspec
 import requests
 
 from txstore.checksum import BLOCK_BYTES, crc32c
-from txstore.errors import AlreadyExistsError, ConfigError, FormatError, NotFoundError, TxStoreError
-from txstore.keys import check_key
+from txstore.errors import AlreadyExistsError, ConfigError, NotFoundError, TxStoreError
+from txstore.keys import check_key, is_key
 from txstore.store import ObjectInfo, Source, Store
 from txstore_gcs.client import Call, Client, Reply
 from txstore_gcs.config import GcsConfig
@@ -130,7 +130,7 @@ class GcsStore(Store):
             page = self._page(params, prefix)
             for item in page.items:
                 key = item.name[len(self._root) :]
-                if key > start_after and _is_key(key):
+                if key > start_after and is_key(key):
                     yield _info(item, key)
             if not page.next_page_token:
                 return
@@ -236,14 +236,6 @@ class GcsStore(Store):
 
     def _refused(self, reply: Reply, key: str, *, may_apply: bool = False) -> TxStoreError:
         return refused(reply.status, reply.headers, reply.body, key, may_apply=may_apply)
-
-
-def _is_key(text: str) -> bool:
-    try:
-        check_key(text)
-    except FormatError:
-        return False
-    return True
 
 
 def _decode(body: bytes, kind: type[_T], key: str, *, may_apply: bool = False) -> _T:

@@ -8,8 +8,7 @@ import os
 import stat
 from collections.abc import Iterator
 
-from txstore.errors import FormatError
-from txstore.keys import check_key
+from txstore.keys import is_key
 from txstore.store import ObjectInfo, Unfinished
 from txstore_posix.dead_ends import refuse_dead_end
 from txstore_posix.errors import ABSENT, translate
@@ -34,7 +33,7 @@ def walk(root: str, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
         StoreError: The kernel's answer.
     """
     folder = prefix.rpartition("/")[0]
-    if folder and not _is_key(folder):
+    if folder and not is_key(folder):
         return
     yield from _walk(root, folder + "/" if folder else "", prefix, start_after)
 
@@ -108,7 +107,7 @@ def temporaries(root: str, prefix: str, leading: str) -> Iterator[Unfinished]:
 
 def _wanted(entry: os.DirEntry[str], base: str, prefix: str, start_after: str) -> str | None:
     """The entry's name, with a slash if it is a directory to descend into; None to pass over it."""
-    if entry.name.startswith(".") or not _is_key(entry.name):
+    if entry.name.startswith(".") or not is_key(entry.name):
         return None
     key = base + entry.name
     if entry.is_dir(follow_symlinks=False):
@@ -117,11 +116,3 @@ def _wanted(entry: os.DirEntry[str], base: str, prefix: str, start_after: str) -
         matches = inside.startswith(prefix) or prefix.startswith(inside)
         return entry.name + "/" if ahead and matches else None
     return entry.name if key.startswith(prefix) and key > start_after else None
-
-
-def _is_key(text: str) -> bool:
-    try:
-        check_key(text)
-    except FormatError:
-        return False
-    return True

@@ -8,11 +8,10 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 from tests.copying import assert_same_store, copy, fill
 from tests.servers.azurite import Azurite
 from tests.servers.fake_gcs import FakeGcs
+from tests.servers.fixtures import Place
 from tests.servers.seaweed import Bucket
 from txstore import open_store
 
@@ -35,35 +34,14 @@ def test_a_store_goes_from_a_directory_to_s3_to_gcs_to_azure(
         assert_same_store(stores[0], target)
 
 
-@pytest.fixture
-def place(request: pytest.FixtureRequest, gcs_prefix: str, azure_prefix: str) -> tuple[str, dict[str, str]]:
-    """The URL of an empty place on a server, and the environment by which its SDK finds it."""
-    kind = request.param
-    if kind == "s3":
-        bucket: Bucket = request.getfixturevalue("s3_bucket")
-        return f"s3://{bucket.name}/demo/{azure_prefix}", {
-            "AWS_ENDPOINT_URL": bucket.endpoint.url,
-            "AWS_ACCESS_KEY_ID": bucket.endpoint.key,
-            "AWS_SECRET_ACCESS_KEY": bucket.endpoint.secret,
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-    if kind == "gs":
-        gcs: FakeGcs = request.getfixturevalue("gcs_server")
-        return f"gs://bucket/{gcs_prefix}", {"STORAGE_EMULATOR_HOST": gcs.url}
-    azure: Azurite = request.getfixturevalue("azure_server")
-    return f"az://checkpoints/{azure_prefix}", {"AZURE_STORAGE_CONNECTION_STRING": azure.connection_string}
-
-
-@pytest.mark.parametrize("place", ["s3", "gs", "az"], indirect=True)
-def test_the_demo_runs_there(place: tuple[str, dict[str, str]], tmp_path: Path) -> None:
-    url, env = place
+def test_the_demo_runs_there(place: Place, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(DEMO), "--dir", str(tmp_path), "--url", url, "--steps", "6", "--save-every", "2"],
+        [sys.executable, str(DEMO), "--dir", str(tmp_path), "--url", place.url, "--steps", "6", "--save-every", "2"],
         capture_output=True,
         text=True,
         timeout=190,
         check=False,
-        env={**os.environ, **env},
+        env={**os.environ, **place.env},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "half-written, no decision" in done.stdout

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -73,3 +74,34 @@ def memory_root() -> Iterator[str]:
     store = fsspec.filesystem("memory").store
     for path in [path for path in store if path.startswith(f"/{root}/")]:
         del store[path]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An empty place on a server, the options that reach it, and the environment by which its SDK finds it."""
+
+    url: str
+    options: dict[str, Any]
+    env: dict[str, str]
+
+
+@pytest.fixture(params=["s3", "gs", "az"])
+def place(request: pytest.FixtureRequest) -> Place:
+    """A fresh prefix, with odd letters in it, on the server of each cloud backend in turn."""
+    prefix = f"{secrets.token_hex(8)}/ünï code"
+    if request.param == "s3":
+        bucket: Bucket = request.getfixturevalue("s3_bucket")
+        env = {
+            "AWS_ENDPOINT_URL": bucket.endpoint.url,
+            "AWS_ACCESS_KEY_ID": bucket.endpoint.key,
+            "AWS_SECRET_ACCESS_KEY": bucket.endpoint.secret,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        return Place(f"s3://{bucket.name}/{prefix}", {**bucket.options, "part_bytes": 5 << 20}, env)
+    if request.param == "gs":
+        gcs: FakeGcs = request.getfixturevalue("gcs_server")
+        options = {"endpoint_url": gcs.url, "token": "anon"}
+        return Place(f"gs://bucket/{prefix}", options, {"STORAGE_EMULATOR_HOST": gcs.url})
+    azure: Azurite = request.getfixturevalue("azure_server")
+    options = {"connection_string": azure.connection_string, "part_bytes": 1 << 20}
+    return Place(f"az://checkpoints/{prefix}", options, {"AZURE_STORAGE_CONNECTION_STRING": azure.connection_string})
