@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from txstore import catalog
+from tests.servers.fixtures import Place
+from txstore import catalog, open_store
 from txstore.checksum import BLOCK_BYTES
 from txstore.errors import AlreadyCommitted
 from txstore.store import BytesSource, Store
 from txstore.sweep import sweep
 from txstore.testing import saves
 from txstore.testing.faults import Crashed, FaultyStore, Mode
-from txstore_gcs import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -24,11 +24,11 @@ OLD, NEW = [b"old"], [b"new 0" * 1000, b"new 1"]
 
 
 @pytest.fixture
-def opened(gcs_server, gcs_prefix):
-    stores = []
+def opened(place: Place) -> Iterator[Callable[[], Store]]:
+    stores: list[Store] = []
 
-    def make():
-        stores.append(open_store(f"gs://bucket/{gcs_prefix}", endpoint_url=gcs_server.url, token="anon"))
+    def make() -> Store:
+        stores.append(open_store(place.url, **place.options))
         return stores[-1]
 
     yield make
@@ -93,17 +93,28 @@ def decides(operation: tuple[str, str]) -> bool:
     return operation[0] == "create" and operation[1].startswith("commits/")
 
 
-@pytest.mark.parametrize("mode", ["crash-before", "crash-after"])
-def test_a_writer_that_is_killed_at_any_operation(mode: Mode, opened, operations) -> None:
+def kill_at(opened, operations, mode: Mode, every: int) -> None:
     deciding = next(index for index, operation in enumerate(operations) if decides(operation))
     assert 8 < deciding < len(operations) - 1
     store = opened()
-    for at in range(len(operations)):
+    for at in sorted({*range(0, len(operations), every), deciding}):
         committed = check_killed(opened, at, mode)
         assert committed == (at > deciding or (at == deciding and mode == "crash-after")), operations[at]
         for info in list(store.list("")):
             if "step-2" in info.key:
                 store.delete(info.key)
+
+
+@pytest.mark.parametrize("mode", ["crash-before", "crash-after"])
+def test_a_writer_that_is_killed_at_every_fourth_operation(mode: Mode, opened, operations) -> None:
+    kill_at(opened, operations, mode, 4)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["crash-before", "crash-after"])
+def test_a_writer_that_is_killed_at_any_operation(mode: Mode, opened, operations) -> None:
+    kill_at(opened, operations, mode, 1)
 
 
 @pytest.mark.parametrize("stop_at", [8 * BLOCK_BYTES, 40 * BLOCK_BYTES])
