@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, stop_any
 from tenacity.stop import stop_base
@@ -101,6 +101,15 @@ class RetryCounts:
         return RetryCounts, ()  # another process counts its own
 
 
+@runtime_checkable
+class CountsRetries(Protocol):
+    """A backend that repeats parts of its verbs and counts them."""
+
+    @property
+    def retries(self) -> dict[str, int]:
+        """Repeated parts so far, by cause."""
+
+
 class Retrier:
     """Repeats a call whose errors are on the allow-list, within a policy.
 
@@ -177,8 +186,11 @@ class RetryingStore(Store):
 
     @property
     def retries(self) -> dict[str, int]:
-        """Repeated verbs so far, by cause."""
-        return self._retrier.counts.by_cause()
+        """What was repeated so far, by cause: whole verbs, and parts of them inside the backend."""
+        counts = Counter(self._retrier.counts.by_cause())
+        if isinstance(self.inner, CountsRetries):
+            counts.update(self.inner.retries)
+        return dict(counts)
 
     def _call(self, verb: Callable[..., _T], *args: object) -> _T:
         return self._retrier.call(verb, *args)

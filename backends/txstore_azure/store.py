@@ -41,6 +41,11 @@ class AzureStore(Store):
     def __repr__(self) -> str:
         return f"AzureStore({self.url!r})"
 
+    @property
+    def retries(self) -> dict[str, int]:
+        """Blocks and reads that were repeated so far, by cause."""
+        return self._retrier.counts.by_cause()
+
     def __getstate__(self) -> dict[str, Any]:
         return {"url": self.url, "config": self.config, "_client": self._client}
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 import requests
 
 from txstore.errors import NotFoundError, TransientError
-from txstore.retry import Retrier, RetryPolicy
+from txstore.retry import Retrier, RetryCounts, RetryPolicy
 from txstore_gcs.client import Call
 from txstore_gcs.errors import TRANSPORT, translate, unclear
 
@@ -35,9 +35,20 @@ class RangeReader:
         start: First byte.
         stop: End of the range; None for the end of the object.
         piece_bytes: Longest piece.
+        counts: Where resumptions are counted.
     """
 
-    def __init__(self, opened: Opener, call: Call, key: str, *, start: int, stop: int | None, piece_bytes: int) -> None:
+    def __init__(
+        self,
+        opened: Opener,
+        call: Call,
+        key: str,
+        *,
+        start: int,
+        stop: int | None,
+        piece_bytes: int,
+        counts: RetryCounts | None = None,
+    ) -> None:
         self._opened = opened
         self._call = call
         self._key = key
@@ -46,7 +57,7 @@ class RangeReader:
         self._piece_bytes = piece_bytes
         self._total: int | None = None
         self._version = ""
-        self._retrier = Retrier(_RESUME)
+        self._retrier = Retrier(_RESUME, counts=counts)
 
     def pieces(self) -> Iterator[bytes]:
         """The bytes, in order, each once.

@@ -15,6 +15,7 @@ import requests
 from txstore.checksum import BLOCK_BYTES, crc32c
 from txstore.errors import AlreadyExistsError, ConfigError, NotFoundError, TxStoreError
 from txstore.keys import check_key, is_key
+from txstore.retry import RetryCounts
 from txstore.store import ObjectInfo, Source, Store
 from txstore_gcs.client import Call, Client, Reply
 from txstore_gcs.config import GcsConfig
@@ -57,9 +58,15 @@ class GcsStore(Store):
         self.url = config.url
         self._config = config
         self._client = Client(config)
+        self._counts = RetryCounts()
         self._root = config.prefix + "/" if config.prefix else ""
         self._objects = f"/storage/v1/b/{config.bucket}/o"
         self._uploads = f"/upload/storage/v1/b/{config.bucket}/o"
+
+    @property
+    def retries(self) -> dict[str, int]:
+        """Reads that were gone on with after a break, by cause."""
+        return self._counts.by_cause()
 
     def __repr__(self) -> str:
         return f"GcsStore({self.url!r})"
@@ -192,7 +199,10 @@ class GcsStore(Store):
 
     def _pieces(self, key: str, start: int, stop: int | None, piece_bytes: int) -> Iterator[bytes]:
         call = Call(method="GET", path=self._path(key), params={"alt": "media"})
-        return RangeReader(self._opened, call, key, start=start, stop=stop, piece_bytes=piece_bytes).pieces()
+        reader = RangeReader(
+            self._opened, call, key, start=start, stop=stop, piece_bytes=piece_bytes, counts=self._counts
+        )
+        return reader.pieces()
 
     @contextmanager
     def _opened(self, call: Call, key: str) -> Iterator[requests.Response]:

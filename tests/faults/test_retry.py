@@ -463,3 +463,23 @@ def test_an_interrupt_inside_create_deletes_nothing_and_can_be_resolved(interrup
 
 def interrupt_class(kind):
     return lambda *_, **__: kind()
+
+
+def test_repetitions_inside_the_backend_are_counted_with_those_of_whole_verbs():
+    class Counting(MemoryStore):
+        failed = False
+
+        @property
+        def retries(self):
+            return {"503 SlowDown": 2, "timeout": 1}  # parts of an upload
+
+        def put(self, key, source):
+            if not self.failed:
+                self.failed = True
+                raise TransientError("slow down", key=key).because("503 SlowDown")
+            return super().put(key, source)
+
+    store = RetryingStore(Counting(), sleep=lambda _s: None)
+    store.put("x", BytesSource(b"x"))
+    assert store.retries == {"503 SlowDown": 3, "timeout": 1}
+    assert RetryingStore(MemoryStore()).retries == {}
