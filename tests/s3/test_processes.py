@@ -4,20 +4,15 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 
 import pytest
 
 from tests.faults import test_commit_sweep as sweeping
-from txstore.catalog import entries, newest
-from txstore.errors import CheckpointNotFound, Conflict, TxStoreError
-from txstore.store import BytesSource
+from txstore.catalog import newest
+from txstore.errors import CheckpointNotFound, TxStoreError
 from txstore.sweep import sweep
 from txstore.testing.faults import MODES, Crashed, FaultyStore
-from txstore.testing.invariants import check_content
-from txstore.testing.saves import AT_ONCE, contents, index_of, load, save
-from txstore.transaction import begin, write_shard
+from txstore.testing.saves import contents, load, save
 from txstore_s3 import open_store
 
 VALUES = [b"rank 0" * 1000, bytes(range(256)) * (43 << 10)]  # the second is a multipart upload
@@ -114,28 +109,6 @@ def test_a_writer_killed_at_any_request_leaves_all_or_nothing(s3_bucket, place, 
     committed = kill_everywhere(s3_bucket, place, when, first=0, step=1)
     assert False in committed
     assert True in committed
-
-
-def test_of_32_writers_of_one_checkpoint_exactly_one_commits(direct):
-    writers = 32
-    barrier = Barrier(writers)
-
-    def write(number):
-        attempt = begin(direct, "step-1", world_size=1, writer=f"writer {number}")
-        shard = write_shard(direct, attempt.ticket, 0, 0, BytesSource(b"%d" % number))
-        barrier.wait()
-        try:
-            return attempt.commit([shard], index_of([shard]), visibility=AT_ONCE)
-        except Conflict as error:
-            return error
-
-    with ThreadPoolExecutor(writers) as pool:
-        ends = list(pool.map(write, range(writers)))
-    (won,) = [end for end in ends if not isinstance(end, Conflict)]
-    assert {end.winner for end in ends if end is not won} == {won.txn}
-    assert [entry.decision for entry in entries(direct)] == [won]
-    assert newest(direct) == won
-    check_content(contents(direct))
 
 
 def sweep_saves(s3_bucket, place, mode, first, step, times):

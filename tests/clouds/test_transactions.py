@@ -1,26 +1,30 @@
-"""Checkpoints on a gs:// store: saved, swept, verified, proved, and copied to from another backend."""
+"""Checkpoints on each cloud backend: saved, swept, proved, raced for by 32 writers, and copied from and to a directory."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 
 from tests.copying import assert_same_store, copy, fill
-from txstore import catalog, transaction
-from txstore.errors import Aborted, CheckpointNotFound
+from tests.servers.fixtures import Place
+from txstore import catalog, open_store, transaction
+from txstore.errors import Aborted, CheckpointNotFound, Conflict
+from txstore.manifest import Decision
 from txstore.probe import probe, prove
 from txstore.retry import RetryingStore
-from txstore.store import BytesSource
+from txstore.store import BytesSource, Store
 from txstore.sweep import sweep
 from txstore.testing import saves
-from txstore_gcs import open_store
 from txstore_posix import open_store as open_posix
 
 
 @pytest.fixture
-def store(gcs_server, gcs_prefix):
-    with open_store(f"gs://bucket/{gcs_prefix}", endpoint_url=gcs_server.url, token="anon") as store:
+def store(place: Place) -> Iterator[Store]:
+    with open_store(place.url, **place.options) as store:
         yield RetryingStore(store)
 
 
@@ -54,6 +58,27 @@ def test_a_sweep_takes_what_is_dead_and_nothing_else(store):
     with pytest.raises(Aborted):
         dead.commit([], saves.index_of([]))
     assert saves.load(store, kept) == [b"kept"]
+
+
+def test_of_32_writers_of_one_checkpoint_one_commits(store):
+    barrier = Barrier(32)
+
+    def write(number):
+        attempt = transaction.begin(store, "step-1", world_size=1)
+        shard = transaction.write_shard(store, attempt.ticket, 0, 0, BytesSource(b"%d" % number))
+        barrier.wait()
+        try:
+            return attempt.commit([shard], saves.index_of([shard]), visibility=saves.AT_ONCE)
+        except Conflict as error:
+            return error
+
+    with ThreadPoolExecutor(32) as pool:
+        ends = list(pool.map(write, range(32)))
+    (won,) = (end for end in ends if isinstance(end, Decision))
+    assert {end.winner for end in ends if isinstance(end, Conflict)} == {won.txn}
+    assert len(ends) == 32
+    assert [info.key for info in store.list("commits/")] == ["commits/step-1.0.json"]
+    assert catalog.newest(store) == won
 
 
 def test_a_copy_of_a_posix_store_is_a_store(store, tmp_path):
