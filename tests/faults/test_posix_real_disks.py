@@ -37,7 +37,7 @@ if sys.argv[2] == "False":
     def allocate(self, fd, size):
         raise OSError(95, "not supported")
     Syscalls.allocate = allocate
-store = open_store(top + "/root")
+store = open_store(top + "/place")
 store.put("data/small", BytesSource(b"kept"))
 store.put("data/replaced", BytesSource(bytes(1 << 20)))
 out = {
@@ -80,7 +80,7 @@ def test_a_mount_that_is_really_read_only(python, namespace, tmp_path):
         python,
         """
 subprocess.run(["mount", "-t", "tmpfs", "tmpfs", top], check=True)
-store = open_store(top + "/root")
+store = open_store(top + "/place")
 store.create("commits/a.0.json", b"1")
 subprocess.run(["mount", "-o", "remount,ro", top], check=True)
 print(json.dumps({
@@ -106,14 +106,14 @@ def test_a_directory_without_permission(python, tmp_path):
     found = run(
         python,
         """
-store = open_store(top + "/root")
+store = open_store(top + "/place")
 for key in ("commits/a.0.json", "locked/a", "data/x/y"):
     store.create(key, b"1")
 os.chmod(top, 0o755)
-os.chmod(top + "/root/commits", 0o555)
-os.chmod(top + "/root/locked", 0o000)
+os.chmod(top + "/place/commits", 0o555)
+os.chmod(top + "/place/locked", 0o000)
 if os.getuid() == 0:  # root passes every mode, so become somebody who does not
-    for name in ("", "/root", "/root/commits", "/root/locked"):
+    for name in ("", "/place", "/place/commits", "/place/locked"):
         os.chown(top + name, 65534, 65534)
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 out = {
@@ -127,7 +127,7 @@ out = {
     "readable": store.read("commits/a.0.json").decode(),
     "keys": [info.key for info in store.list("commits/")],
 }
-os.chmod(top + "/root/commits", 0o755); os.chmod(top + "/root/locked", 0o755)
+os.chmod(top + "/place/commits", 0o755); os.chmod(top + "/place/locked", 0o755)
 print(json.dumps(out))
 """,
         tmp_path,
@@ -168,7 +168,7 @@ def test_modes_follow_the_umask(umask, file, folder, python, tmp_path):
         PRELUDE
         + """
 os.umask(int(sys.argv[2]))
-store = open_store(top + "/root")
+store = open_store(top + "/place")
 store.put("data/x", BytesSource(b"1"))
 store.create("commits/x", b"1")
 """,
@@ -189,7 +189,7 @@ def test_a_store_works_on_both_sides_of_a_fork(python, tmp_path):
     found = run(
         python,
         """
-store = open_store(top + "/root")
+store = open_store(top + "/place")
 store.create("a", b"1")
 child = os.fork()
 if child == 0:
