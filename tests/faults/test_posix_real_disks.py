@@ -177,11 +177,11 @@ store.create("commits/x", b"1")
     )
     found = {str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
     assert found == {
-        "root": folder,
-        "root/data": folder,
-        "root/commits": folder,
-        "root/data/x": file,
-        "root/commits/x": file,
+        "place": folder,
+        "place/data": folder,
+        "place/commits": folder,
+        "place/data/x": file,
+        "place/commits/x": file,
     }
 
 
