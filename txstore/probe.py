@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from txstore.errors import AlreadyExistsError, CapabilityError, NotFoundError, StoreError
@@ -55,8 +56,11 @@ def probe(store: Store) -> list[Check]:
         store.put(key, BytesSource(second))
         check("put stores an object", lambda: _differs(store, key, second))
         check("create finds an object that put made", lambda: _create(store, key, first, "create replaced it"))
-    finally:
-        store.delete(key)
+    except BaseException:
+        with suppress(StoreError):  # the first error is the one to tell
+            store.delete(key)
+        raise
+    store.delete(key)
     return checks
 
 

@@ -87,7 +87,7 @@ def _unknown(wanted: Decision, key: str, cause: str) -> CommitUnknown:
     error = CommitUnknown(
         f"whether {wanted.checkpoint} was decided is not known: {cause}",
         key=key,
-        next_step=f"nothing was deleted; resolve transaction {wanted.txn} when the store answers again",
+        next_step=f"nothing was deleted; slot_walk.resolve(store, {wanted.checkpoint!r}, {wanted.txn!r}) settles it",
     )
     error.txn = wanted.txn
     return error

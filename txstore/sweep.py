@@ -70,7 +70,10 @@ def sweep(
         What was (or would be) removed.
     """
     if not (math.isfinite(grace_s) and (force or grace_s >= GRACE_FLOOR_S)):
-        raise ConfigError(f"a grace of {grace_s:.0f} s is below the floor of {GRACE_FLOOR_S:.0f} s", next_step="force")
+        raise ConfigError(
+            f"a grace of {grace_s:.0f} s is below the floor of {GRACE_FLOOR_S:.0f} s",
+            next_step="pass force=True if no save is running",
+        )
     # Candidates first, decisions second: a commit that lands in between is seen (restic, lakeFS).
     found: dict[tuple[str, str], list[ObjectInfo]] = {}
     for info in store.list(DATA_PREFIX):

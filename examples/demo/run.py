@@ -22,6 +22,8 @@ from txstore import Store, open_store
 from txstore.catalog import entries
 from txstore.errors import TxStoreError
 from txstore.keys import DATA_PREFIX, parse_attempt
+from txstore.probe import probe
+from txstore.retry import RetryingStore, RetryPolicy
 
 MARKER = ".txstore-demo"
 
@@ -161,6 +163,16 @@ def tell(story: Story, console: Console) -> None:
     console.print(stored)
 
 
+def check_place(url: str) -> None:
+    """Refuse a place that cannot serve, in one line and before any rank is started."""
+    if url.startswith(("memory:", "fsspec+memory:")):
+        raise DemoFailedError(f"{url}: a store in the memory of one process, and the demo has several")
+    with open_store(url) as store:
+        for check in probe(RetryingStore(store, RetryPolicy(attempts=3, deadline_s=20))):
+            if check.problem:
+                raise DemoFailedError(f"{url} does not keep the contract: {check.sentence}, but {check.problem}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path(".demo"), help="for logs and, without --url, the store")
@@ -174,6 +186,7 @@ def main() -> int:
     try:
         folder = fresh_folder(options.dir)
         url = f"{options.url.rstrip('/')}/demo-{secrets.token_hex(4)}" if options.url else (folder / "store").as_uri()
+        check_place(url)
         tell(play(folder, url, options.steps, options.save_every, console), console)
     except (DemoFailedError, TxStoreError, subprocess.TimeoutExpired) as error:
         print(f"FAILED: {error}", file=sys.stderr)

@@ -52,6 +52,5 @@ def gate(fqn: str, payload: bytes) -> Any:
 
 def _reason(error: Exception) -> str:
     """What was refused, without torch's advice to load it all the same."""
-    text = describe(error)
-    found = re.search(r"(?:GLOBAL|Unsupported (?:global|class|operand)[^:]*:?) ?\S+[^.]*", text)
-    return found[0].strip() if found else text[:200]
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it needs {found[1]}" if found else describe(error)[:200]
