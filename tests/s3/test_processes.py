@@ -38,10 +38,12 @@ def victim(at):
         number = next(count)
         if number == at and when == "before":
             die()
-        with real(self, call) as client:
-            yield client
-        if number == at:
-            die()
+        try:
+            with real(self, call) as client:
+                yield client
+        finally:  # also after an answer that is an error: a look that found nothing
+            if number == at:
+                die()
     Clients.request = request
     save(open_store(f"{place}/{when}-{at}", **options), "step-1", values)
 
