@@ -567,7 +567,7 @@ MISFITS: dict[str, tuple[dict[str, Any], type[BaseException]]] = {
     "dtype": ({"a": torch.zeros(10), "b": torch.zeros(3, 4, dtype=torch.float64), "n": 0}, StateMismatch),
     "narrow-dtype": ({"a": torch.zeros(10), "b": torch.zeros(3, 4, dtype=torch.int8), "n": 0}, StateMismatch),
     "shape": ({"a": torch.zeros(10), "b": torch.zeros(4, 3), "n": 0}, ValueError),
-    "missing": ({"a": torch.zeros(10), "b": torch.zeros(3, 4), "n": 0, "more": torch.zeros(2)}, RuntimeError),
+    "missing": ({"a": torch.zeros(10), "b": torch.zeros(3, 4), "n": 0, "more": torch.zeros(2)}, StateMismatch),
     "unexpected": ({"a": torch.zeros(10), "n": 0}, StateMismatch),
     "object-for-tensor": ({"a": torch.zeros(10), "b": 7, "n": 0}, Exception),
 }

@@ -1,8 +1,8 @@
 """`StrictLoadPlanner`: everything that does not fit, in one typed error, before a byte is read.
 
-DCP's default planner stops at the first missing key or wrong size, with a RuntimeError or ValueError, and
-lets `copy_` cast dtypes silently. The reader refuses casts and unread keys whatever the planner is; this
-planner adds the missing keys and shapes, all of them, and what each was probably meant to be.
+DCP's default planner stops at the first missing key or wrong size and lets `copy_` cast dtypes silently. A
+strict reader refuses casts, missing and unread keys whatever the planner is; this planner adds the shapes,
+lists all differences at once, and says what each missing key was probably meant to be.
 """
 
 from __future__ import annotations

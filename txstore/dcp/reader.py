@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,29 @@ class _Unreadable(Metadata):
         return object.__getattribute__(self, name)
 
 
+class _SavedState(dict[str, Any]):
+    """The saved state of a strict load: to ask for a key that was not saved is refused, typed, where it is asked.
+
+    DCP's default planner says it with a bare RuntimeError, and no method of a reader runs between that planner
+    seeing the target and raising. `get`, iteration and `keys` are a dict's: a planner that looks before it
+    asks (`StrictLoadPlanner`) decides for itself.
+    """
+
+    def __init__(self, saved: Mapping[str, Any], rank: int | None) -> None:
+        super().__init__(saved)
+        self._rank = rank
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        raise StateMismatch(
+            f"{key!r} is in the state to load and was not saved",
+            key=str(key),
+            rank=self._rank,
+            next_step="leave it out, or pass strict=False to StorageReader and let the planner decide",
+        )
+
+
 class StorageReader(DcpStorageReader):
     """Pass as ``storage_reader=`` to ``dcp.load``.
 
@@ -78,8 +101,8 @@ class StorageReader(DcpStorageReader):
 
     Args:
         store: URL of the store's root, or an open store.
-        strict: Refuse a load that leaves saved state unread. Pass False to load a part, such as the model
-            without the optimizer.
+        strict: Refuse a load that leaves saved state unread or asks for a key that was not saved. Pass False to
+            load a part, such as the model without the optimizer; missing keys are then the planner's affair.
         trust_objects: Let the planner unpickle objects outside torch's ``weights_only`` allow-list. The
             checkpoint can then run any code: only for checkpoints that you wrote.
         threads: Concurrent reads of one rank.
@@ -195,6 +218,8 @@ class StorageReader(DcpStorageReader):
         load.name = load.refusal = None
         if isinstance(metadata, _Unreadable):
             raise metadata.reason
+        if self._strict:
+            metadata.state_dict_metadata = _SavedState(metadata.state_dict_metadata, load.rank)
         load.metadata = metadata
 
     @at_boundary(LoadError)
