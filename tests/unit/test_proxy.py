@@ -3,6 +3,7 @@
 import http.client
 import http.server
 import threading
+import time
 
 import pytest
 
@@ -121,6 +122,22 @@ def test_a_garbled_body_keeps_the_status(proxy, upstream, ask):
     assert status == 200
     assert b"garbled" in body
     assert len(upstream.applied) == 1
+
+
+def test_a_connection_outlives_a_garbled_body(proxy, upstream):
+    """Its end would be a second loss, at a moment of its own."""
+    proxy.add(Rule("PUT", reply="garble-body"))
+    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=5)
+    try:
+        connection.request("PUT", "/x", b"body")
+        connection.getresponse().read()
+        used = connection.sock
+        time.sleep(0.05)
+        connection.request("PUT", "/y", b"body")
+        assert connection.getresponse().read() == b"applied body"
+        assert connection.sock is used
+    finally:
+        connection.close()
 
 
 @pytest.mark.parametrize(("forward", "applied"), [("now", 1), ("never", 0), ("later", 0)])

@@ -18,7 +18,7 @@ query; a `header` that must be present; a regular expression searched in the `bo
 * ``reply``: ``"pass"`` (the server's own), ``"reset"`` (TCP reset before the status line), ``"close"`` (an orderly end
   before it), ``"stall"`` (silence until the client leaves), ``"truncate"`` and ``"truncate-stall"`` (half of the reply,
   then the end, or silence), ``"garble"`` (no HTTP), ``"garble-body"`` (the server's status and headers, other
-  bytes), or an `Answer`.
+  bytes, on a connection that lives on), or an `Answer`.
 * ``call``: a function that is called after the request was dealt with and before the reply: add more rules, kill a
   process, rotate credentials.
 
@@ -314,7 +314,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _lose(self, loss: Loss, reply: _Reply) -> None:
-        self.close_connection = True
+        # Not after "garble-body", a whole reply: the client keeps that connection, and an end that reaches it a moment
+        # too late would be a second loss, on a request that no rule is about.
+        self.close_connection |= loss != "garble-body"
         if loss == "garble":
             self.wfile.write(b"\x15\x03\x01\x00\x02 this is no HTTP\r\n\r\n")
         elif loss == "garble-body":
