@@ -32,14 +32,11 @@ class SkipRule:
     """
 
     def __init__(self) -> None:
-        self.allowed: set[str] = set()
         self.skipped: list[str] = []
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        self.allowed = {item.nodeid for item in items if item.get_closest_marker("may_skip")}
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.skipped and not hasattr(report, "wasxfail") and report.nodeid not in self.allowed:
+        # The keywords travel with the report: with several worker processes, only its own process knows the item.
+        if report.skipped and not hasattr(report, "wasxfail") and "may_skip" not in report.keywords:
             self.skipped.append(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
