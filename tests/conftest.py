@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 pytest.register_assert_rewrite("txstore.testing")
-pytest_plugins = ["tests.servers.fixtures"]
+pytest_plugins = ["tests.servers.fixtures", "tests.ranks"]
 
 # A busy machine is not a failure: the time limits are pytest's.
 settings.register_profile("txstore", deadline=None)
