@@ -27,6 +27,7 @@
     │   └── UnsupportedValue                a tensor or object that txstore cannot store exactly
     └── LoadError
         ├── StateMismatch                   keys, dtypes or shapes differ from the saved ones
+        ├── Incompatible                    model, data, settings or parallelism differ: accept, verify or migrate
         └── UnsafeObject                    a pickled object outside the weights_only allow-list
 
 Every class survives pickling between ranks: only strings and numbers are kept, and the
@@ -214,6 +215,16 @@ class LoadError(TxStoreError):
 
 class StateMismatch(LoadError):
     """The target state differs from the saved one in keys, dtypes or shapes."""
+
+
+class Incompatible(LoadError):
+    """The checkpoint was saved under conditions that differ from today's, and nobody allowed the differences.
+
+    Attributes:
+        judgement: All differences in JSON form, as `txstore.compat.Judgement.to_dict` gives them.
+    """
+
+    judgement: dict[str, object] | None = None
 
 
 class UnsafeObject(LoadError):

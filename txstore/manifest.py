@@ -131,13 +131,21 @@ class Description(Struct, forbid_unknown_fields=True, frozen=True):
 
     Attributes:
         progress: Step, epoch, micro step and samples.
-        topology: Sizes of the parallelism, such as ``{"dp": 8, "tp": 2}``.
+        topology: Sizes of the parallelism, and the FSDP strategy as text, such as ``{"dp": 8, "fsdp": "full_shard"}``.
         fingerprints: Digests of configuration, tokenizer, data and code.
+        settings: Plain values that change what a cursor or a trajectory means: batch size, workers, seeds.
+        accepted: Differences that resumes of this run's ancestors accepted on an override or a migration, oldest first.
     """
 
     progress: Progress | None = None
-    topology: dict[str, int] = {}
+    topology: dict[str, int | str] = {}
     fingerprints: dict[str, str] = {}
+    settings: dict[str, int | float | str | bool] = {}
+    accepted: tuple[str, ...] = ()
+
+
+_ADDED_FIELDS = ("settings", "accepted")
+"""Fields that are left out while they are empty: documents that were written before they came keep their bytes."""
 
 
 def checked_description(description: Description | None) -> Description | None:
@@ -148,9 +156,12 @@ def checked_description(description: Description | None) -> Description | None:
     """
     if description is not None:
         try:
-            msgspec.json.decode(msgspec.json.encode(description), type=Description)
+            written = msgspec.json.decode(msgspec.json.encode(description), type=Description)
         except (msgspec.MsgspecError, OverflowError, TypeError, ValueError) as error:
-            raise ConfigError(f"not a description: {error}", next_step="plain int and str values") from error
+            raise ConfigError(f"not a description: {error}", next_step="plain numbers, strings and booleans") from error
+        if written != description:
+            # JSON has only text for names: a setting called 1 would be read as "1", and differ from itself.
+            raise ConfigError("not a description: it is read otherwise than written", next_step="names are strings")
     return description
 
 
@@ -185,12 +196,19 @@ def encode(document: _Document) -> bytes:
             4 KiB. Bounds are checked by decoding: `Transaction.commit` decodes what it is about to publish.
     """
     try:
-        data = _JSON.encode(document)
+        data = _JSON.encode(_as_written(document))
     except (msgspec.MsgspecError, OverflowError, TypeError, ValueError) as error:
         raise FormatError(f"cannot encode a {type(document).__name__.lower()}: {error}") from error
     if isinstance(document, Decision) and len(data) > DECISION_MAX_BYTES:
         raise FormatError(f"a decision record of {len(data)} bytes exceeds {DECISION_MAX_BYTES}", key=document.txn)
     return data
+
+
+def _as_written(document: _Document) -> _Document:
+    if not isinstance(document, Manifest):
+        return document
+    written = msgspec.structs.asdict(document.description)
+    return replace(document, description={k: v for k, v in written.items() if v or k not in _ADDED_FIELDS})
 
 
 def seal(decision: Decision) -> Decision:

@@ -125,8 +125,10 @@ def test_two_newest_checkpoints_are_not_guessed_between(cli, store: Store, url: 
 def test_show_tells_what_the_manifest_says(cli, store: Store, url: str) -> None:
     description = Description(
         progress=Progress(1000, epoch=2, micro_step=3, consumed_samples=64000),
-        topology={"dp": 8, "tp": 2},
+        topology={"dp": 8, "tp": 2, "fsdp": "full_shard"},
         fingerprints={"tokenizer": "f00d"},
+        settings={"batch_size": 8, "shuffle": True},
+        accepted=("setting batch_size: saved 4, now 8", "migration grow-vocab-v2"),
     )
     decision = commit_sample(store, "step-1000", description=description)
     commit_sample(store, "step-2000")
@@ -134,7 +136,9 @@ def test_show_tells_what_the_manifest_says(cli, store: Store, url: str) -> None:
     for text in (
         "step-1000 (slot 0)",
         "step 1000, epoch 2, micro step 3, 64000 samples",
-        "dp=8, tp=2",
+        "dp=8, fsdp=full_shard, tp=2",
+        "batch_size=8, shuffle=True",
+        "setting batch_size: saved 4, now 8; migration grow-vocab-v2",
         "tokenizer=f00d",
         "txstore=test",
         "16.0 KiB in 2 shards of 2 ranks",
@@ -143,6 +147,9 @@ def test_show_tells_what_the_manifest_says(cli, store: Store, url: str) -> None:
         *(f"{shard.crc32c:08x}" for shard in read_manifest(store, decision).shards),
     ):
         assert text in out
+    told = cli("show", url, "step-1000", "--json").json["checkpoint"]
+    assert told["settings"] == description.settings
+    assert told["accepted"] == list(description.accepted)
     assert "step-2000" in cli("show", url).out
 
 
@@ -360,7 +367,11 @@ def test_a_bad_url_is_refused_without_its_secrets(cli, url: str, command: str, a
 @pytest.mark.parametrize("args", [["ls"], ["ls", "--all"], ["show"], ["show", "--json"], ["ls", "--json"]])
 def test_control_characters_never_reach_the_terminal(cli, store: Store, url: str, args: list[str]) -> None:
     commit_sample(
-        store, "step-1", names=(EVIL, "extra" + EVIL), writer=EVIL, description=Description(fingerprints={EVIL: EVIL})
+        store,
+        "step-1",
+        names=(EVIL, "extra" + EVIL),
+        writer=EVIL,
+        description=Description(fingerprints={EVIL: EVIL}, settings={EVIL: EVIL}, accepted=(EVIL,)),
     )
     answer = cli(args[0], url, *args[1:])
     assert answer.code == OK
@@ -464,6 +475,8 @@ SCHEMAS = {
             "progress": {"global_step": "int", "epoch": "int", "micro_step": "int", "consumed_samples": "int"},
             "topology": {"dp": "int"},
             "fingerprints": {"config": "str"},
+            "settings": {"seed": "int"},
+            "accepted": ["str"],
             "manifest": FILE,
             "index": FILE,
         },
@@ -506,7 +519,7 @@ def shape(value: object) -> object:
 
 @pytest.mark.parametrize("command", SCHEMAS)
 def test_json_schema(cli, store: Store, root: Path, url: str, command: str) -> None:
-    description = Description(progress=Progress(1), topology={"dp": 1}, fingerprints={"config": "f00d"})
+    description = Description(Progress(1), {"dp": 1}, {"config": "f00d"}, {"seed": 1}, ("migration x",))
     decision = commit_sample(store, "step-1", description=description)
     if command == "verify":
         flip(root / read_manifest(store, decision).shards[0].key, 0)

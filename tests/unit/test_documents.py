@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txstore.checksum import BLOCK_BYTES, crc32c, sha256_hex
-from txstore.errors import FormatError, IntegrityError, TxStoreError
+from txstore.errors import ConfigError, FormatError, IntegrityError, TxStoreError
 from txstore.index import ChunkRecord, FileRecord, Index, ObjectRecord, TensorRecord, decode_index, encode_index
 from txstore.manifest import (
     Begin,
@@ -27,6 +27,7 @@ from txstore.manifest import (
     StoreFormat,
     Tombstone,
     Totals,
+    checked_description,
     decode_begin,
     decode_decision,
     decode_manifest,
@@ -160,6 +161,60 @@ def test_the_golden_index_keeps_its_planner_data():
     assert msgspec.msgpack.decode(DOCUMENTS["index.msgpack"][1](golden("index.msgpack")).planner) == {"kind": "dcp"}
 
 
+FULL = Description(
+    topology={"dp": 8, "fsdp": "full_shard"},
+    settings={
+        "batch_size": 8,
+        "lr": 0.1,
+        "seed": 1 << 80,
+        "ratio": 1.0,
+        "tiny": 5e-324,
+        "sampler": "random",
+        "shuffle": True,
+    },
+    accepted=("setting batch_size: saved 4, now 8", "migration grow-vocab-v2"),
+)
+
+
+def test_a_description_is_read_as_it_was_written():
+    written = encode(msgspec.structs.replace(MANIFEST, description=FULL))
+    described = read_manifest_of(written).description
+    assert described == FULL
+    assert {name: type(value) for name, value in described.settings.items()} == {
+        name: type(value) for name, value in FULL.settings.items()
+    }
+    assert encode(msgspec.structs.replace(MANIFEST, description=described)) == written
+
+
+@pytest.mark.parametrize("field", ["settings", "accepted"])
+def test_fields_that_came_later_are_left_out_while_they_are_empty(field):
+    """A document that was written before they came keeps its bytes, whichever release writes it again."""
+    empty = msgspec.structs.replace(FULL, **{field: type(getattr(FULL, field))()})
+    described = json.loads(encode(msgspec.structs.replace(MANIFEST, description=empty)))["description"]
+    assert field not in described
+    assert described.keys() == {"progress", "topology", "fingerprints", "settings", "accepted"} - {field}
+    assert json.loads(MANIFEST_BYTES)["description"].keys() == {"progress", "topology", "fingerprints"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"settings": {"lr": float("nan")}},
+        {"settings": {"lr": float("inf")}},
+        {"settings": {"lr": None}},
+        {"settings": {"betas": [0.9]}},
+        {"settings": {1: 1}},
+        {"topology": {"dp": 1.5}},
+        {"topology": {"dp": True}},
+        {"accepted": "migration x"},
+        {"accepted": (1,)},
+    ],
+)
+def test_a_description_that_a_manifest_cannot_hold_is_refused(wrong):
+    with pytest.raises(ConfigError, match="not a description"):
+        checked_description(Description(**wrong))
+
+
 @pytest.mark.parametrize("name", ["commit.json", "abort.json"])
 def test_no_flipped_bit_of_a_decision_goes_unnoticed(name):
     data = golden(name)
@@ -239,6 +294,11 @@ CHANGES = [
     ("manifest.json", "totals.bytes", 1),
     ("manifest.json", "shards", []),
     ("manifest.json", "totals.shards", 1),
+    ("manifest.json", "description.settings", {"batch_size": [8]}),
+    ("manifest.json", "description.settings", {"batch_size": None}),
+    ("manifest.json", "description.topology", {"dp": 1.5}),
+    ("manifest.json", "description.accepted", [1]),
+    ("manifest.json", "description.later", 1),
     ("manifest.json", "shards.1.key", FILES[0].key),
     *((name, "checkpoint", value) for name in ("begin.json", "pointer.json") for value in ("../x", "", "a/b")),
     *((name, "txn", value) for name in ("begin.json", "pointer.json") for value in ("../x", "", TXN[:-1])),

@@ -94,7 +94,7 @@ def show(
     ] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show one checkpoint: progress, topology, fingerprints, shards, tensors."""
+    """Show one checkpoint: progress, topology, fingerprints, settings, shards, tensors."""
     from txstore.cli import showing  # noqa: PLC0415 - `ls` must not pay for it
 
     name = _checked(checkpoint)

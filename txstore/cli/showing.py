@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from txstore.catalog import find, newest
 from txstore.cli.listing import entry_document
 from txstore.cli.outcome import OK, Outcome
@@ -33,6 +35,8 @@ def show(store: Store, checkpoint: str | None, *, tensors: int) -> Outcome:
             "progress": _progress(manifest),
             "topology": manifest.description.topology,
             "fingerprints": manifest.description.fingerprints,
+            "settings": manifest.description.settings,
+            "accepted": list(manifest.description.accepted),
             "manifest": _file(decision),
             "index": {"key": manifest.index.key, "bytes": manifest.index.size, "sha256": manifest.index.sha256},
         },
@@ -98,6 +102,8 @@ def _lines(decision: Decision, manifest: Manifest) -> list[str]:
         else "not recorded",
         "topology": _pairs(manifest.description.topology),
         "fingerprints": _pairs(manifest.description.fingerprints),
+        "settings": _pairs(manifest.description.settings),
+        "accepted": "; ".join(manifest.description.accepted) or "nothing",
         "software": _pairs(manifest.software),
         "manifest": decision.manifest.key if decision.manifest else "",
         "index": f"{manifest.index.key} ({size_text(manifest.index.size)})",
@@ -106,7 +112,7 @@ def _lines(decision: Decision, manifest: Manifest) -> list[str]:
     return [f"{name.ljust(width)}  {value}" for name, value in facts.items()]
 
 
-def _pairs(values: dict[str, int] | dict[str, str]) -> str:
+def _pairs(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in sorted(values.items())) or "not recorded"
 
 
