@@ -24,6 +24,8 @@
     ├── FormatError                         a document is malformed, hostile or of an unknown version
     ├── SaveError                           this state cannot be saved exactly, or a rank failed
     │   ├── PlanMismatch                    results, ranks or planners disagree
+    │   ├── SnapshotInUse                   the previous snapshot's save has not ended: save less often
+    │   ├── SnapshotTooLarge                the copy needs more memory than is allowed or there
     │   └── UnsupportedValue                a tensor or object that txstore cannot store exactly
     └── LoadError
         ├── StateMismatch                   keys, dtypes or shapes differ from the saved ones
@@ -203,6 +205,14 @@ class SaveError(TxStoreError):
 
 class PlanMismatch(SaveError):
     """Plans, results or ranks disagree with each other."""
+
+
+class SnapshotInUse(SaveError):
+    """The buffers still hold a snapshot whose save has not ended."""
+
+
+class SnapshotTooLarge(SaveError):
+    """A snapshot needs more memory than is allowed, or than the machine has."""
 
 
 class UnsupportedValue(SaveError):

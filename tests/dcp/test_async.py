@@ -16,6 +16,7 @@ from faults import Fault, FaultyStore, Raise
 from states import same
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from workers import Pool, Rank
 
@@ -37,6 +38,11 @@ def forget_plans() -> None:
     for name, cache in vars(SavePlanner).items():
         if name.startswith("_cached"):
             cache.clear()
+
+
+def stock_stager() -> DefaultStager:
+    """DCP's own copy, new for each save: with it, and only with it, several saves are in progress at once."""
+    return DefaultStager(StagingOptions(False, False, False, False))
 
 
 def save_async(state: dict[str, Any], name: str, writer: StorageWriter, **options: Any) -> Future[Any]:
@@ -128,7 +134,10 @@ def test_two_saves_at_once_through_one_writer(root: str) -> None:
         return call()
 
     writer = StorageWriter(FaultyStore(root, Fault(meet, "put", "00000.safetensors", forever=True)))
-    futures = [save_async(full_state(number), f"step-{number}", writer, no_dist=True) for number in (1, 2)]
+    futures = [
+        save_async(full_state(number), f"step-{number}", writer, no_dist=True, async_stager=stock_stager())
+        for number in (1, 2)
+    ]
     for future in futures:
         future.result(WAIT_S)
     for number in (1, 2):
@@ -146,7 +155,10 @@ def test_two_saves_of_one_name(together: bool, root: str) -> None:
 
         faults = [Fault(meet, "put", "begin.json", forever=True)] if together else []
         writer = StorageWriter(FaultyStore(root, *faults))
-        futures = [save_async(full_state(number), f"step-{turn}", writer, no_dist=True) for number in (1, 2)]
+        futures = [
+            save_async(full_state(number), f"step-{turn}", writer, no_dist=True, async_stager=stock_stager())
+            for number in (1, 2)
+        ]
         errors = [future.exception(WAIT_S) for future in futures]
         assert [error is None for error in errors].count(True) == 1, errors
         winner = 1 + errors.index(None)

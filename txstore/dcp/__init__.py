@@ -5,6 +5,14 @@ Implemented on DCP's abstract classes, not on `FileSystemWriter`, whose helper t
 
 from txstore.dcp.planner import StrictLoadPlanner
 from txstore.dcp.reader import StorageReader
+from txstore.dcp.snapshot import Snapshot, SnapshotBuffers, estimate_bytes
 from txstore.dcp.writer import StorageWriter
 
-__all__ = ["StorageReader", "StorageWriter", "StrictLoadPlanner"]
+__all__ = [
+    "Snapshot",
+    "SnapshotBuffers",
+    "StorageReader",
+    "StorageWriter",
+    "StrictLoadPlanner",
+    "estimate_bytes",
+]

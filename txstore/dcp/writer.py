@@ -2,6 +2,9 @@
 
 DCP runs all steps of one save in one thread, so the state of a save is kept per thread: concurrent saves
 through one writer are simply two transactions. Nothing here deletes anything.
+
+The writer is also DCP's `AsyncStager`: `dcp.async_save` copies the state into its buffers, and waits for them
+while the save before is still writing from them.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import txstore
 from txstore.dcp.boundary import asked_name, at_boundary, connect
 from txstore.dcp.items import lay_out, refuse_early, write_files
 from txstore.dcp.metadata import Location, Placed, all_indices, build_index
-from txstore.errors import ConfigError, PlanMismatch, SaveError, TransactionStateError, TxStoreError
+from txstore.dcp.snapshot import SnapshotBuffers
+from txstore.dcp.staged import Staged, refused, take_refusal
+from txstore.errors import ConfigError, PlanMismatch, SaveError, TransactionStateError, TxStoreError, describe
 from txstore.keys import attempt_prefix
 from txstore.manifest import Description, checked_description
 from txstore.retry import RetryPolicy
@@ -88,11 +93,17 @@ class StorageWriter(DcpStorageWriter):
         threads: Shard files that one rank writes at once.
         retry: Attempts and deadlines of store operations.
         visibility: How long the coordinator waits for other ranks' files to become visible.
+        buffers: Where `dcp.async_save` copies the state; by default buffers of this writer's own. Pass one
+            object to all writers of a run, if it makes a writer for each save: then only the first allocates.
         options: Passed to the backend.
 
     Raises (from the save, inside DCP's `CheckpointException`, the same on all ranks):
-        AlreadyCommitted, Conflict, CommitUnknown, PlanMismatch, UnsupportedValue, IntegrityError, StoreError.
+        AlreadyCommitted, Conflict, CommitUnknown, PlanMismatch, UnsupportedValue, IntegrityError, StoreError;
+        from `dcp.async_save` also SnapshotInUse and SnapshotTooLarge.
     """
+
+    # The state is copied when `stage` returns; DCP need not ask.
+    _synchronize_after_execute = False
 
     def __init__(
         self,
@@ -104,6 +115,7 @@ class StorageWriter(DcpStorageWriter):
         threads: int = 2,
         retry: RetryPolicy | None = None,
         visibility: Visibility | None = None,
+        buffers: SnapshotBuffers | None = None,
         **options: object,
     ) -> None:
         super().__init__()
@@ -117,15 +129,19 @@ class StorageWriter(DcpStorageWriter):
         self._visibility = visibility
         self._options = options
         self._start_fresh()
+        if buffers is not None:
+            self.buffers = buffers
 
     def _start_fresh(self) -> None:
+        self.buffers = SnapshotBuffers()
         self._lock = threading.Lock()
         self._saves = threading.local()
         self._begun: list[tuple[threading.Thread, Transaction]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # async_save in PROCESS mode sends the writer to another process: no save in progress travels.
-        return {key: value for key, value in self.__dict__.items() if key not in {"_lock", "_saves", "_begun"}}
+        # async_save in PROCESS mode sends the writer to another process: no save in progress travels, and no buffer.
+        stays = {"_lock", "_saves", "_begun", "buffers"}
+        return {key: value for key, value in self.__dict__.items() if key not in stays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -154,12 +170,38 @@ class StorageWriter(DcpStorageWriter):
         """Whether this could name a checkpoint."""
         return bool(os.fspath(checkpoint_id))
 
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Part of DCP's `AsyncStager`: whether `async_save` should call `synchronize_staging`."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> Staged:
+        """Part of DCP's `AsyncStager`: copy the state; on return training may change it.
+
+        Waits while the save before through the same buffers is in progress. Raises nothing: what goes wrong on
+        one rank is raised from the save, on all ranks, as every error of a save is.
+        """
+        try:
+            return self.buffers.stage(state_dict, save_ends_with_thread=True).state_dict
+        except TxStoreError as error:
+            return refused(error)
+        except Exception as error:  # noqa: BLE001 - whatever a tensor's class does when it is copied
+            return refused(SaveError(f"stage failed: {describe(error)}"))
+
+    def synchronize_staging(self) -> None:
+        """Part of DCP's `AsyncStager`: nothing to wait for."""
+
+    def close(self) -> None:
+        """Let go of the buffers' memory. The writer, and `buffers` that were passed, stay usable."""
+        self.buffers.close()
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save of another checkpoint: a name in the store, or a full URL below its root.
 
         A wrong one is refused by `set_up_storage_writer`, on all ranks.
         """
         save = self._saves.save = _Save()
+        take_refusal()  # of an earlier save in this thread, which did not get as far as to raise it
         if checkpoint_id is not None:
             asked = asked_name(self.store, checkpoint_id, self._options, SaveError)
             if isinstance(asked, TxStoreError):
@@ -175,8 +217,9 @@ class StorageWriter(DcpStorageWriter):
         save.transaction = None
         save.planned = []
         _arrived.ticket = None
-        if save.refusal is not None:
-            raise save.refusal
+        refusal = take_refusal() or save.refusal
+        if refusal is not None:
+            raise refusal
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
                 "use_collectives=False has no coordinator, so nobody could commit",

@@ -1,0 +1,230 @@
+"""The tensors of a state dict, and the memory that a copy of them needs: what a snapshot copies, and what it refuses.
+
+Nothing here copies anything. Every refusal comes from here, so that a state that cannot be copied is
+refused before the first byte of it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from txstore.dcp.tensors import check_storable
+from txstore.errors import UnsupportedValue
+
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory that is copied once, however many tensors of the state show it.
+
+    Attributes:
+        source: A tensor without gradient, of no subclass, on any device.
+        strides: Those of the copy: the source's if its elements lie side by side, else row-major.
+        dense: Whether they do, so that the copy is one run of bytes.
+        nbytes: Size of the copy.
+    """
+
+    source: torch.Tensor
+    strides: tuple[int, ...]
+    dense: bool
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A tensor that is its memory: a view of region number `region`, or None if it holds nothing.
+
+    Attributes:
+        subclass: The tensor, if its class is one of its own: DCP may ask the class how to save it.
+    """
+
+    source: torch.Tensor
+    requires_grad: bool
+    region: int | None
+    subclass: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A wrapper, such as a DTensor, made again around copies of the tensors that it wraps.
+
+    Attributes:
+        fixed: What it holds beside tensors, and never changes: a device mesh.
+    """
+
+    wrapper: Any
+    context: Any
+    inner: dict[str, Leaf]
+    fixed: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Cloned:
+    """A tensor that is more than its memory (quantized), or several (ShardedTensor): copied by its own method."""
+
+    tensor: torch.Tensor
+    nbytes: int
+
+    def clone(self) -> torch.Tensor:
+        """A copy on the CPU."""
+        return self.tensor.detach().cpu().clone() if self.tensor.is_quantized else _clone_sharded(self.tensor)
+
+
+Leaf: TypeAlias = Plain | Wrapped | Cloned
+
+
+@dataclass(slots=True)
+class Layout:
+    """What a snapshot of a state consists of.
+
+    Attributes:
+        leaves: Each tensor of the state with its name and what becomes of it; one that occurs twice is here once.
+        regions: What is copied into buffers.
+        alone: Numbers of the regions of which some tensor lies in a tuple. DCP pickles a tuple, with all memory
+            that its tensors belong to: they must not share it with others.
+        cloned_bytes: What is copied by tensors' own methods.
+    """
+
+    leaves: list[tuple[str, torch.Tensor, Leaf]] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+    alone: set[int] = field(default_factory=set)
+    cloned_bytes: int = 0
+    _known: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+    def add(self, tensor: torch.Tensor, name: str, *, in_tuple: bool) -> Leaf:
+        """Lay out one tensor.
+
+        Raises:
+            UnsupportedValue: It cannot be copied exactly.
+        """
+        if isinstance(tensor, ShardedTensor):
+            nbytes = sum(shard.tensor.nbytes for shard in tensor.local_shards())
+            return self._cloned(tensor, nbytes)
+        subclass = None if type(tensor) in _PLAIN_CLASSES else tensor
+        if subclass is not None:
+            if isinstance(tensor, AsyncCollectiveTensor):
+                return self.add(
+                    tensor.wait(), name, in_tuple=in_tuple
+                )  # until then its memory is whatever was there before
+            if _is_wrapper(tensor):
+                return self._wrapped(tensor, name, in_tuple)
+        if tensor.is_nested:
+            raise UnsupportedValue(f"{name!r} is a nested tensor", key=name, next_step="save its parts instead")
+        check_storable(tensor, name)
+        if tensor.is_quantized:
+            return self._cloned(tensor, tensor.numel() * tensor.element_size())
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - the only way to a subclass's plain memory
+            source = tensor.detach()
+        region = self._region(source)
+        if in_tuple and region is not None:
+            self.alone.add(region)
+        return Plain(source, tensor.requires_grad, region, subclass)
+
+    def _cloned(self, tensor: torch.Tensor, nbytes: int) -> Cloned:
+        self.cloned_bytes += nbytes
+        return Cloned(tensor, nbytes)
+
+    def _wrapped(self, tensor: Any, name: str, in_tuple: bool) -> Wrapped:  # noqa: FBT001 - handed on
+        names, context = tensor.__tensor_flatten__()
+        parts = {part: getattr(tensor, part) for part in names}
+        inner = {
+            part: self.add(value, name, in_tuple=in_tuple)
+            for part, value in parts.items()
+            if isinstance(value, torch.Tensor)
+        }
+        fixed = {part: value for part, value in parts.items() if part not in inner}
+        return Wrapped(tensor, context, inner, fixed)
+
+    def _region(self, source: torch.Tensor) -> int | None:
+        if source.numel() == 0:
+            return None
+        shape, strides, at = source.shape, source.stride(), source.data_ptr()
+        known = (source.device, at, source.dtype, shape, strides, source.is_conj(), source.is_neg())
+        number = self._known.get(known)
+        if number is None:
+            dense = source.is_contiguous() or _side_by_side(shape, strides)
+            number = self._known[known] = len(self.regions)
+            self.regions.append(Region(source, strides if dense else _row_major(shape), dense, source.nbytes))
+        return number
+
+
+@torch.no_grad()
+def lay_out(state_dict: Mapping[str, Any]) -> Layout:
+    """All tensors that mappings, lists and tuples hold, at any depth.
+
+    Raises:
+        UnsupportedValue: A tensor that cannot be copied exactly; names its key and its class.
+    """
+    layout = Layout()
+    found: dict[int, torch.Tensor] = {}
+    for path, tensor, in_tuple in _tensors(state_dict, (), {}):
+        if id(tensor) not in found:
+            found[id(tensor)] = tensor
+            name = ".".join(path)
+            layout.leaves.append((name, tensor, layout.add(tensor, name, in_tuple=in_tuple)))
+        elif in_tuple:
+            layout.add(tensor, ".".join(path), in_tuple=True)
+    return layout
+
+
+_Found: TypeAlias = tuple[tuple[str, ...], torch.Tensor, bool]
+
+
+def _tensors(
+    value: object, path: tuple[str, ...], seen: dict[tuple[int, bool], object], *, in_tuple: bool = False
+) -> Iterator[_Found]:
+    if isinstance(value, torch.Tensor):
+        yield path, value, in_tuple
+        return
+    entries: Iterator[tuple[object, object]]
+    if isinstance(value, Mapping):
+        entries = iter(value.items())
+    elif isinstance(value, (list, tuple)):
+        entries = iter(enumerate(value))
+        in_tuple = in_tuple or isinstance(value, tuple)
+    else:
+        return
+    if (id(value), in_tuple) in seen:  # a container that holds itself
+        return
+    seen[id(value), in_tuple] = value  # kept: the id of an object that is gone may be another's
+    for key, entry in entries:
+        if not isinstance(entry, (int, float, str, bytes, type(None))):
+            yield from _tensors(entry, (*path, str(key)), seen, in_tuple=in_tuple)
+
+
+def _is_wrapper(tensor: object) -> bool:
+    # Not at the place of use: torch's TypeGuard tells mypy that a Tensor can be no wrapper.
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def _side_by_side(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor's elements fill its memory, each once, without a hole: channels-last, transposed."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _clone_sharded(tensor: torch.Tensor) -> torch.Tensor:
+    # `cpu` of a ShardedTensor that is there already gives the same object.
+    moved: torch.Tensor = tensor.cpu()
+    return copy.deepcopy(moved) if moved is tensor else moved

@@ -1,0 +1,266 @@
+"""`SnapshotBuffers`: a copy of a state dict that training cannot change, in one reused set of host buffers.
+
+A set holds one snapshot. Its buffers are written again only when the save of that snapshot has ended on
+this rank (`txstore.dcp.staged` says how that is known); until then the next `stage` waits.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import queue
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from txstore.dcp.host_memory import HostMemory, copy_regions, footprint
+from txstore.dcp.leaves import Cloned, Layout, Leaf, Plain, Region, lay_out
+from txstore.dcp.staged import GiveBack, Lease, Memory, Staged
+from txstore.errors import SnapshotInUse, SnapshotTooLarge, UnsupportedValue, describe
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of a state, and the right to its buffers. A context manager: leaving it releases them.
+
+    Attributes:
+        state_dict: The copy, on the CPU. Read it only until the release.
+        nbytes: Bytes of tensors in it, each region counted once.
+        waited_s: How long `stage` waited for the buffers before it copied.
+    """
+
+    state_dict: Staged
+    nbytes: int
+    waited_s: float
+    _give_back: GiveBack
+
+    def release(self) -> None:
+        """The save of this snapshot has ended, well or not: its buffers may be written again. Any number of times."""
+        self._give_back()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class SnapshotBuffers:
+    """One set of host buffers for snapshots of one rank's state. Safe to use from several threads.
+
+    The first snapshot allocates. From the second on one of the same layout costs one copy into warm memory,
+    and one of another layout allocates only what changed. Where there is an accelerator the memory is pinned.
+
+    Args:
+        max_bytes: Most that a snapshot may take on this rank; None for no limit.
+        timeout_s: How long `stage` waits for buffers that are in use.
+    """
+
+    def __init__(self, *, max_bytes: int | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        self.max_bytes = max_bytes
+        self.timeout_s = timeout_s
+        self._memory = HostMemory()
+        # One token: who holds it may write into the buffers.
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._free.put(None)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a snapshot holds the buffers."""
+        return self._free.empty()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory held, whether a snapshot uses them or not."""
+        return self._memory.nbytes
+
+    def check(self, state_dict: Mapping[str, Any]) -> int:
+        """What `stage` would refuse, without a copy; returns `estimate_bytes`.
+
+        Raises:
+            UnsupportedValue: A tensor that cannot be copied exactly.
+            SnapshotTooLarge: More than `max_bytes`.
+        """
+        return self._check(lay_out(state_dict))
+
+    def _check(self, layout: Layout) -> int:
+        needed = _bytes_of(layout)
+        if self.max_bytes is not None and needed > self.max_bytes:
+            raise _too_large(needed, f"{self.max_bytes} are allowed")
+        return needed
+
+    def stage(self, state_dict: Mapping[str, Any], *, save_ends_with_thread: bool = False) -> Snapshot:
+        """Copy a state; on return the original may change. Waits first while the previous snapshot is in use.
+
+        Tensors in mappings, lists and tuples go into the buffers; everything else is deep-copied. Tensors
+        that show the same memory in the same way share their copy.
+
+        Args:
+            state_dict: The state, at a boundary between training steps.
+            save_ends_with_thread: Set by `StorageWriter` for `dcp.async_save` (see the module).
+
+        Raises:
+            UnsupportedValue: A tensor or object that cannot be copied exactly. Nothing has been copied.
+            SnapshotTooLarge: More than `max_bytes`, or more than the machine can give.
+            SnapshotInUse: The previous snapshot was not released within `timeout_s`.
+        """
+        layout = lay_out(state_dict)
+        needed = self._check(layout)
+        waited_s = self._wait()
+        give_back = GiveBack(self._free)
+        try:
+            state, lease = self._copy(state_dict, layout, needed, give_back)
+        except BaseException:
+            give_back()
+            raise
+        staged = Staged(state, lease=lease, save_ends_with_thread=save_ends_with_thread)
+        return Snapshot(staged, needed, waited_s, give_back)
+
+    def close(self) -> None:
+        """Let go of the memory; a snapshot in use keeps its own until its end. The set stays usable."""
+        self._memory = HostMemory()
+
+    def _wait(self) -> float:
+        began = time.monotonic()
+        try:
+            self._free.get_nowait()
+            return 0.0
+        except queue.Empty:
+            pass
+        try:
+            self._free.get(timeout=self.timeout_s)
+        except queue.Empty:
+            raise SnapshotInUse(
+                f"the previous snapshot is still in use after {self.timeout_s} s",
+                next_step="its save is slow or stuck, or its state dict is kept: save less often, or wait longer",
+            ) from None
+        waited_s = time.monotonic() - began
+        log.info("the snapshot waited %.3f s for the previous save", waited_s)
+        return waited_s
+
+    @torch.no_grad()
+    def _copy(
+        self, state_dict: Mapping[str, Any], layout: Layout, needed: int, give_back: GiveBack
+    ) -> tuple[dict[str, Any], Lease]:
+        memory = self._memory
+        try:
+            blocks, places = memory.arrange([region.nbytes for region in layout.regions])
+        except (RuntimeError, MemoryError) as error:
+            raise _too_large(needed, f"no memory: {describe(error)}") from error
+        lease = Lease(give_back)
+        shared = [Memory(block, lease).storage() for block in blocks]
+        copies = [
+            _Copy(region, Memory(blocks[block][start : start + region.nbytes], lease).storage(), 0)
+            if number in layout.alone
+            else _Copy(region, shared[block], start)
+            for number, (region, (block, start)) in enumerate(zip(layout.regions, places, strict=True))
+        ]
+        state = _rebuilt(state_dict, layout, copies)
+        copy_regions(
+            [
+                (_show(region, blocks[block].untyped_storage(), int(blocks[block].storage_offset()) + start), region)
+                for region, (block, start) in zip(layout.regions, places, strict=True)
+            ]
+        )
+        return state, lease
+
+
+def estimate_bytes(state_dict: Mapping[str, Any]) -> int:
+    """Bytes of host memory that a snapshot of a state takes on this rank, without making one.
+
+    Python objects are not counted. Pinned memory may take up to twice as much: torch rounds it up.
+
+    Raises:
+        UnsupportedValue: A tensor that cannot be copied exactly.
+    """
+    return _bytes_of(lay_out(state_dict))
+
+
+def _bytes_of(layout: Layout) -> int:
+    return footprint(region.nbytes for region in layout.regions) + layout.cloned_bytes
+
+
+def _too_large(needed: int, why: str) -> SnapshotTooLarge:
+    return SnapshotTooLarge(
+        f"a snapshot of this state takes {needed} bytes on this rank; {why}; {_available()} bytes are free here",
+        next_step="shard the state over more ranks, raise the limit, or save with dcp.save, which needs no copy",
+    )
+
+
+def _available() -> int:
+    """Bytes that the machine could still give."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+            return kib << 10
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Where the copy of a region lies: in `storage`, from byte `start` on."""
+
+    region: Region
+    storage: torch.UntypedStorage
+    start: int
+
+
+def _rebuilt(state_dict: Mapping[str, Any], layout: Layout, copies: list[_Copy]) -> dict[str, Any]:
+    """The state again, its tensors showing the copies, everything else deep-copied.
+
+    Raises:
+        UnsupportedValue: A value, or a tensor's class, that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    state = {}
+    at: object = ""
+    try:
+        for at, tensor, leaf in layout.leaves:  # noqa: B007 - told below
+            memo[id(tensor)] = _build(leaf, copies)
+        for at, value in state_dict.items():
+            state[at] = copy.deepcopy(value, memo)
+    except Exception as error:
+        raise UnsupportedValue(f"{at!r} cannot be copied: {describe(error)}", key=str(at)) from error
+    return state
+
+
+def _build(leaf: Leaf, copies: list[_Copy]) -> torch.Tensor:
+    """The tensor of a snapshot that stands for a leaf; its memory is filled later."""
+    if isinstance(leaf, Cloned):
+        return leaf.clone()
+    if isinstance(leaf, Plain):
+        return _build_plain(leaf, copies)
+    inner = leaf.fixed | {name: _build(part, copies) for name, part in leaf.inner.items()}
+    wrapper = leaf.wrapper
+    rebuilt: torch.Tensor = type(wrapper).__tensor_unflatten__(inner, leaf.context, wrapper.size(), wrapper.stride())
+    return rebuilt
+
+
+def _build_plain(leaf: Plain, copies: list[_Copy]) -> torch.Tensor:
+    source = leaf.source
+    if leaf.region is None:
+        made = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+    else:
+        made = _show(copies[leaf.region].region, copies[leaf.region].storage, copies[leaf.region].start)
+    if leaf.subclass is not None:
+        made = made.as_subclass(type(leaf.subclass))
+        vars(made).update(copy.deepcopy(vars(leaf.subclass)))
+    return made.requires_grad_(leaf.requires_grad) if leaf.requires_grad else made
+
+
+def _show(region: Region, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
+    """A tensor of a region's dtype, shape and strides on some memory. No view: it has no base that it would keep."""
+    dtype = region.source.dtype
+    return torch.empty(0, dtype=dtype).set_(storage, start // dtype.itemsize, region.source.shape, region.strides)

@@ -1,0 +1,156 @@
+"""Who holds a snapshot, and how its end is known: what `SnapshotBuffers` hands out.
+
+A snapshot has ended, the first counts,
+
+- when who writes it says so (`Snapshot.release`);
+- when no tensor anywhere shows its memory any more: torch keeps the memory through objects that hold a
+  `Lease`, and drops them with the last tensor, whoever held it;
+- when the thread that saved it has ended. A failed save leaves its tensors in the frames of a traceback, for as
+  long as somebody keeps the future. This counts for `dcp.async_save` only, whose threads save one state each.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import ItemsView, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from txstore.errors import TxStoreError
+
+
+class GiveBack:
+    """Gives the right to a set of buffers back, once, however often it is called."""
+
+    def __init__(self, free: queue.SimpleQueue[None]) -> None:
+        self._free = free
+        self._once = [None]
+
+    def __call__(self) -> None:
+        """Give it back."""
+        try:
+            self._once.pop()
+        except IndexError:
+            return
+        # A SimpleQueue: this runs as a finalizer, in any thread, also in one that is inside the queue.
+        self._free.put(None)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has."""
+        return not self._once
+
+
+class Lease:
+    """The hold on a set of buffers: dies with the last tensor that shows a snapshot's memory."""
+
+    __slots__ = ("__weakref__", "give_back")
+
+    def __init__(self, give_back: GiveBack) -> None:
+        self.give_back = give_back
+        weakref.finalize(self, give_back).atexit = False
+
+
+class Memory:
+    """Some host memory, as numpy and then torch take it: what they make of it keeps this object, and so the lease."""
+
+    __slots__ = ("__array_interface__", "_buffer", "_lease")
+
+    def __init__(self, buffer: torch.Tensor, lease: Lease) -> None:
+        self._buffer = buffer
+        self._lease = lease
+        self.__array_interface__ = {
+            "shape": (buffer.nbytes,),
+            "typestr": "|u1",
+            "data": (buffer.data_ptr(), False),
+            "version": 3,
+        }
+
+    def storage(self) -> torch.UntypedStorage:
+        """The memory as torch sees it; the buffer and the lease live as long as it does."""
+        return torch.from_numpy(np.asarray(self)).untyped_storage()
+
+
+class _Tenure:
+    """Lives in a thread's locals, so it dies with the thread."""
+
+    def __init__(self, give_back: GiveBack) -> None:
+        self.give_back = give_back
+        weakref.finalize(self, give_back).atexit = False
+
+
+class _Reader(threading.local):
+    """What this thread has read of `dcp.async_save`'s states."""
+
+    refusal: TxStoreError | None = None
+
+    def __init__(self) -> None:
+        self.tenures: list[_Tenure] = []
+
+
+_reader = _Reader()
+
+
+class Staged(dict[str, Any]):
+    """A staged state dict. `dcp.save` reads its items in the thread, or process, that saves it.
+
+    Args:
+        state: The copy.
+        lease: Held as long as this is.
+        refusal: Why there is no copy: raised where all ranks hear of it.
+        save_ends_with_thread: Whether the buffers are free when the thread that reads this has ended.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        *,
+        lease: Lease | None = None,
+        refusal: TxStoreError | None = None,
+        save_ends_with_thread: bool = False,
+    ) -> None:
+        super().__init__(state)
+        self._lease = lease
+        self._refusal = refusal
+        self._stager = threading.get_ident() if save_ends_with_thread else None
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        """As of any dict."""
+        self._note_reader()
+        _reader.refusal = self._refusal
+        return super().items()
+
+    def _note_reader(self) -> None:
+        if self._lease is None or self._stager in {None, threading.get_ident()}:
+            return
+        _reader.tenures = [tenure for tenure in _reader.tenures if not tenure.give_back.done]
+        if all(tenure.give_back is not self._lease.give_back for tenure in _reader.tenures):
+            _reader.tenures.append(_Tenure(self._lease.give_back))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # PROCESS mode: torch sends a copy of the memory to the process that saves.
+        self._note_reader()
+        return _received, (dict(self), self._refusal)
+
+
+def _received(state: dict[str, Any], refusal: TxStoreError | None) -> Staged:
+    return Staged(state, refusal=refusal)
+
+
+def refused(error: TxStoreError) -> Staged:
+    """A state that no writer accepts, which carries an error to where all ranks hear of it.
+
+    Raised where it happened, in the training thread of one rank, it would leave the other ranks waiting
+    for that rank's part of the save.
+    """
+    return Staged({error.key or "snapshot": torch.empty((), device="meta")}, refusal=error)
+
+
+def take_refusal() -> TxStoreError | None:
+    """The error that the state brought which this thread read last; None the second time."""
+    refusal, _reader.refusal = _reader.refusal, None
+    return refusal
