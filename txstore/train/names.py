@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -34,6 +35,8 @@ class Models:
                 raise ConfigError(f"model {name!r} is a {type(module).__name__}, not a module")
             if "." in name or (not name and not isinstance(model, nn.Module)):
                 raise ConfigError(f"not a model's name: {name!r}", next_step="use a name without dots")
+            if any(re.match(r"rank-[0-9]+\Z", part) for part in [name, *dict(module.named_children())]):
+                raise ConfigError("a module is called like a rank, and so would its keys be", next_step="rename it")
             if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
                 raise ConfigError(
                     "FullyShardedDataParallel is not supported", next_step="shard with fully_shard (FSDP2)"

@@ -98,7 +98,7 @@ class OptimizerPiece:
         for at, (optimizer, entry) in enumerate(zip(self._optimizers, saved["optimizers"], strict=False)):
             if entry["class"] != _class(optimizer):
                 problems.append(f"optimizer {at} is a {_class(optimizer)}, a {entry['class']} was saved")
-            if not problems:
+            if loaded.is_complete and not problems:
                 try:
                     self._unflat(entry["state"], loaded.tensors)
                 except TxStoreError as error:

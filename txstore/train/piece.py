@@ -71,6 +71,7 @@ class Loaded:
         shared: As captured.
         own: As captured on this rank; after a change of the world size, as captured on rank 0.
         tensors: All loaded tensors, by key.
+        is_complete: Whether all tensors are loaded, and not only those of the Python state.
         place: This rank.
         saved_world_size: How many ranks saved.
         on_world_size_change: The caller's choice for what is each rank's own.
@@ -79,6 +80,7 @@ class Loaded:
     shared: Any
     own: Any
     tensors: Mapping[str, torch.Tensor]
+    is_complete: bool
     place: Place
     saved_world_size: int
     on_world_size_change: OnWorldSizeChange

@@ -29,6 +29,8 @@ from torch.distributed.tensor import DTensor
 from txstore import manifest
 from txstore.dcp.tensors import as_bytes
 from txstore.errors import FormatError, StateMismatch, UnsupportedValue
+from txstore.train.cursor import CursorPiece
+from txstore.train.gradients import GradientsPiece
 from txstore.train.model_state import ModelPiece, fits
 from txstore.train.names import Models
 from txstore.train.optimizer_state import Layout, OptimizerPiece
@@ -36,6 +38,7 @@ from txstore.train.piece import Loaded, OnWorldSizeChange, Piece, PieceState, Pl
 from txstore.train.progress import ProgressPiece, TrainProgress
 from txstore.train.python_state import flatten, unflatten
 from txstore.train.rng import Generator, RandomStreams
+from txstore.train.scaler import ScalerPiece
 from txstore.train.stateful import StatefulPiece, scoped
 
 SHARED = "python.shared"
@@ -55,14 +58,14 @@ class Captured:
             them, or save, before training goes on. The Python state has been copied.
         progress: For the manifest.
         parts: Names of the pieces inside.
-        shared_digest: SHA-256 of what this rank takes to be equal on all ranks. Rank 0's is saved, so compare the
-            digests before a save.
+        shared_digests: For each piece, SHA-256 of what this rank takes to be equal on all ranks. Rank 0's is saved,
+            so compare the digests before a save.
     """
 
     state: dict[str, Any]
     progress: manifest.Progress
     parts: tuple[str, ...]
-    shared_digest: str
+    shared_digests: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +123,13 @@ class TrainState:
             "model": ModelPiece(self._models),
             "optimizer": self._optimizers,
             "scheduler": StatefulPiece("scheduler", scoped(schedulers, "scheduler", is_shared=True), verify=True),
-            "scaler": StatefulPiece("scaler", scoped(scaler, "scaler", is_shared=True), verify=True),
+            "scaler": ScalerPiece(scaler),
+            "gradients": GradientsPiece(self._models, self.progress),
             "extras": StatefulPiece("extra", scoped(extras, "extra", is_shared=True), verify=False),
-            "data": StatefulPiece("data", scoped(data, "data", is_shared=False), verify=False),
             "progress": ProgressPiece(self.progress),
+            "data": CursorPiece(data),
         }
+        # The streams come last: what is restored before them may draw from them.
         if rng:
             self.pieces["rng"] = RandomStreams(generators or {})
 
@@ -146,13 +151,17 @@ class TrainState:
             _add(state, piece.tensors, name)
         shared, lifted = _pack(SHARED, {name: piece.shared for name, piece in states.items()}, world_size)
         own, own_lifted = _pack(f"python.rank-{rank}", {name: piece.own for name, piece in states.items()}, world_size)
+        for key, tensor in own_lifted.items():
+            if isinstance(tensor, DTensor):
+                raise UnsupportedValue(f"{key!r} is sharded and yet of one rank", key=key, next_step="mark it shared()")
         # What all ranks have alike is written by one: DCP would keep one of them, but plan by another's sizes.
         everywhere = {key: tensor for key, tensor in lifted.items() if isinstance(tensor, DTensor)}
         _add(state, lifted if rank == 0 else everywhere, "python")
         if rank == 0:
             _add(state, {SHARED: _blob(shared)}, "python")
         _add(state, {f"python.rank-{rank}": _blob(own), **own_lifted}, "python")
-        return Captured(state, progress, tuple(states), _digest(shared, lifted))
+        digests = {name: _digest(piece.shared) for name, piece in states.items()}
+        return Captured(state, progress, tuple(states), digests)
 
     def _states(self, place: Place) -> dict[str, PieceState]:
         self._models.reshard()
@@ -220,7 +229,7 @@ class TrainState:
         Raises:
             StateMismatch: Lists all that does not fit.
         """
-        self._judge(loaded, Place(rank, world_size), on_world_size_change, skip=("optimizer", "gradients"))
+        self._judge(loaded, Place(rank, world_size), on_world_size_change, is_complete=False)
 
     def apply(
         self,
@@ -248,7 +257,7 @@ class TrainState:
         return Applied(self.progress.recorded(), restored, saved_world_size)
 
     def _judge(
-        self, loaded: Mapping[str, Any], place: Place, policy: OnWorldSizeChange, skip: tuple[str, ...] = ()
+        self, loaded: Mapping[str, Any], place: Place, policy: OnWorldSizeChange, *, is_complete: bool = True
     ) -> dict[str, Loaded]:
         shared = _unpack(SHARED, loaded)
         own_key = f"python.rank-{place.rank if place.world_size == shared['world_size'] else 0}"
@@ -258,13 +267,14 @@ class TrainState:
             f"{name!r} was saved, and there is none here" for name in shared["pieces"] if name not in self.pieces
         ]
         given = {
-            name: Loaded(shared["pieces"][name], own["pieces"][name], loaded, place, shared["world_size"], policy)
+            name: Loaded(
+                shared["pieces"][name], own["pieces"][name], loaded, is_complete, place, shared["world_size"], policy
+            )
             for name in self.pieces
             if name in shared["pieces"]
         }
         for name, one in given.items():
-            if name not in skip:
-                problems += self.pieces[name].problems(one)
+            problems += self.pieces[name].problems(one)
         _refuse(problems)
         return given
 
@@ -309,7 +319,8 @@ def _blob(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _digest(data: bytes, lifted: Mapping[str, torch.Tensor]) -> str:
+def _digest(value: Any) -> str:
+    data, lifted = flatten(value)
     digest = hashlib.sha256(data)
     for path, tensor in sorted(lifted.items()):
         # Not the weights of an EMA: their digest would cost more than the step.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from txstore.errors import ConfigError, StateMismatch
+from txstore.errors import ConfigError, StateMismatch, TxStoreError, describe
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
 from txstore.train.python_state import flatten
 
@@ -124,7 +124,16 @@ class StatefulPiece:
             state = (loaded.shared if one.is_shared else loaded.own)[name]
             # Bytes first: an object may keep what it is given, or take it apart.
             before = flatten(state)[0]
-            one.item.load_state_dict(state)
+            try:
+                self.give(name, state)
+            except TxStoreError:
+                raise
+            except Exception as error:
+                raise StateMismatch(f"{self._label} {name!r} refuses its state: {describe(error)}", key=name) from error
             if self._verify and flatten(self.state_of(name))[0] != before:
                 raise StateMismatch(f"{self._label} {name!r} does not take the saved state", key=name)
         return {"restored": sorted(self._items)}
+
+    def give(self, name: str, state: Any) -> None:
+        """Give one object its state."""
+        self._items[name].item.load_state_dict(state)
