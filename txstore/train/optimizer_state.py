@@ -73,7 +73,6 @@ class OptimizerPiece:
             part, lifted = flatten(dict(state), f"{root}.state.{fqn}")
             parts.append([fqn, part])
             tensors |= lifted
-        parts.sort()
         return flatten([data, parts])[0], tensors
 
     def targets(self, saved: SavedKeys, place: Place) -> Targets:  # noqa: ARG002 - the signature of a piece
@@ -241,13 +240,16 @@ def _set_group(group: dict[str, Any], saved: Mapping[str, Any], defaults: Mappin
     A setting that a later torch has added keeps this optimizer's value. A tensor stays the same tensor, since
     captured graphs hold it.
     """
+    before = dict(group)
     kept = [name for name in group if name != "params" and name not in saved and name in defaults]
-    for name in [name for name in group if name != "params" and name not in saved and name not in defaults]:
-        del group[name]
+    group.clear()
+    group["params"] = before["params"]
     for name, value in saved.items():
-        live = group.get(name)
+        live = before.get(name)
         if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor) and live.dtype == value.dtype:
+            group[name] = live
             live.detach().copy_(value)
         else:
             group[name] = value
+    group.update({name: before[name] for name in kept})
     return kept

@@ -76,8 +76,13 @@ class Codecs(Generic[C]):
         self.by_name: dict[str, C] = {codec.name: codec for codec in codecs.values()}
 
 
-def child(path: str, key: object) -> str:
-    """The path of a value below `path`; two keys of one container never share one."""
+def child(path: str, key: object, at: int) -> str:
+    """The path of a value below `path`; two keys of one container never share one.
+
+    A key with parts is told by its position `at`: the text of a frozenset differs between processes.
+    """
+    if type(key) in CONTAINERS.by_type:
+        return f"{path}[#{at}]"
     if type(key) is str and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", key):
         return f"{path}.{key}" if path else key
     return f"{path}[{key!r}]"
@@ -241,8 +246,8 @@ def _hashed(make: Callable[[], Any], count: int) -> Any:
 
 def _encode_items(value: Any, path: str, walk: Walk) -> list[Any]:
     items = []
-    for key, item in value.items():
-        below = child(path, key)
+    for at, (key, item) in enumerate(value.items()):
+        below = child(path, key, at)
         items += [walk.key(key, below), walk.encode(item, below)]
     return items
 
@@ -276,7 +281,7 @@ def _encode_defaultdict(value: Any, path: str, walk: Walk) -> list[Any]:
 
 
 def _decode_defaultdict(fields: list[Any], build: Callable[[Any], Any]) -> Any:
-    if not fields or not (fields[0] is None or fields[0] in _FACTORIES):
+    if not fields or (fields[0] is not None and (type(fields[0]) is not str or fields[0] not in _FACTORIES)):
         raise malformed("a defaultdict of something else")
     factory = None if fields[0] is None else _FACTORIES[fields[0]]
     return collections.defaultdict(factory, _decode_items(fields[1:], build))

@@ -170,15 +170,19 @@ class TrainState:
     def python_target(self, metadata: Metadata, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
         """The part of `target` that holds the Python state: load it first, and `check` it, at little cost."""
         saved = _saved(metadata)
-        place = Place(rank, world_size)
-        states = self._states(place)
-        _, live = _pack(SHARED, {name: piece.shared for name, piece in states.items()}, world_size)
+        live = self._live(saved, Place(rank, world_size))
         own = f"python.rank-{rank if world_size == saved.world_size else 0}"
         target = {}
         for key, found in saved.tensors.items():
             if key in {SHARED, own} or key.startswith((f"{own}.", f"{SHARED}.")):
                 target[key] = _like(live.get(key), found)
         return target
+
+    def _live(self, saved: SavedKeys, place: Place) -> dict[str, torch.Tensor]:
+        """Tensors of the shared Python state as they are now: a sharded EMA is loaded into shards."""
+        prefixes = {name: (f"{SHARED}.{name}.", f"{SHARED}.{name}[") for name in self.pieces}
+        held = [name for name, prefix in prefixes.items() if any(key.startswith(prefix) for key in saved.tensors)]
+        return _pack(SHARED, {name: self.pieces[name].capture(place).shared for name in held}, 1)[1]
 
     def target(self, metadata: Metadata, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
         """The state dict to hand to ``dcp.load`` with ``StorageReader(..., strict=False)``.
