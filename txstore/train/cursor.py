@@ -192,7 +192,9 @@ class CursorPiece(StatefulPiece):
         item = self._items[name].item
         item.load_state_dict(state["state"])
         if _is_stateful_loader(item):
-            item.state_dict()
+            there = _batches_given(item.state_dict())
+            if there != _batches_given(state["state"]):
+                raise StateMismatch(f"data {name!r} stands at batch {there} after it took its state", key=f"data.{name}")
 
 
 def _is_stateful_loader(item: Any) -> bool:
@@ -201,6 +203,13 @@ def _is_stateful_loader(item: Any) -> bool:
         base.__module__.startswith("torchdata.") and base.__name__ == "StatefulDataLoader"
         for base in type(item).__mro__
     )
+
+
+def _batches_given(state: Mapping[str, Any]) -> int:
+    """How many batches of its epoch a loader has given to training, by its state."""
+    if "_num_yielded" in state:
+        return int(state["_num_yielded"])
+    return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
 
 
 def _settings(item: Any) -> dict[str, Any]:
