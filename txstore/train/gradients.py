@@ -1,0 +1,143 @@
+"""Unfinished gradients, for a save inside an accumulation window.
+
+Without them the window would begin again after a resume, and the trajectory move. Gradients of plain parameters
+(one process, DDP under ``no_sync``) are not reduced yet and differ by rank; those of FSDP2 are reduced and sharded.
+At ``micro_step`` 0 gradients are spent, and none are saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from txstore.errors import UnsupportedValue
+from txstore.train.names import Models
+from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.progress import TrainProgress
+
+_AT_STEP_0 = "save when progress.micro_step is 0"
+
+
+class GradientsPiece:
+    """The piece of state that holds unfinished gradients."""
+
+    def __init__(self, models: Models, progress: TrainProgress) -> None:
+        self._models = models
+        self._progress = progress
+
+    def capture(self, place: Place) -> PieceState:
+        """References to all gradients, and which parameters have none.
+
+        Raises:
+            UnsupportedValue: FSDP2 holds gradients that it has not reduced, or a gradient is sparse or pending.
+        """
+        if self._progress.micro_step == 0:
+            return PieceState()
+        for module in self._models.modules.values():
+            _refuse_unreduced(module)
+        tensors, kinds = {}, {}
+        for fqn, parameter in self._models.parameters().items():
+            gradient = parameter.grad
+            if gradient is None:
+                kinds[fqn] = "none"
+            else:
+                _refuse_inexact(fqn, parameter, gradient)
+                kinds[fqn] = "sharded" if isinstance(gradient, DTensor) else "own"
+                tensors[_key(fqn, kinds[fqn], place)] = gradient
+        if not tensors:
+            raise UnsupportedValue(
+                f"micro_step is {self._progress.micro_step}, and no parameter has a gradient",
+                key="gradients",
+                next_step="count micro_step after backward, and set it to 0 after the optimizer's step",
+            )
+        return PieceState(own=kinds, tensors=tensors)
+
+    def targets(self, saved: SavedKeys, place: Place) -> Targets:
+        """New tensors beside the parameters."""
+        tensors = {}
+        for fqn, parameter in self._models.parameters().items():
+            for kind in ("own", "sharded"):
+                key = _key(fqn, kind, place)
+                found = saved.tensors.get(key)
+                if found is not None and parameter.shape == found.size:
+                    tensors[key] = torch.empty_like(parameter, dtype=found.properties.dtype, requires_grad=False)
+        others = frozenset(key for key in saved.tensors if key.startswith("gradients.rank-")) - tensors.keys()
+        return Targets(tensors, others)
+
+    def problems(self, loaded: Loaded) -> list[str]:
+        """A window that other ranks, or another model, had begun."""
+        kinds: Mapping[str, str] | None = loaded.own
+        if kinds is None:
+            return []
+        if not loaded.same_world:
+            counts = (
+                f"{loaded.saved_world_size} ranks had begun an accumulation window, there are {loaded.place.world_size}"
+            )
+            return [f"{counts}: resume with as many, or from a save at micro_step 0"]
+        parameters = self._models.parameters()
+        problems = [f"the gradient of {fqn!r} was not saved" for fqn in parameters if fqn not in kinds]
+        for fqn, kind in kinds.items():
+            if fqn not in parameters:
+                problems.append(f"a gradient of {fqn!r} was saved, and there is no such parameter")
+            elif loaded.is_complete and kind != "none" and _key(fqn, kind, loaded.place) not in loaded.tensors:
+                problems.append(f"the gradient of {fqn!r} was not loaded")
+            elif kind != "none" and isinstance(parameters[fqn], DTensor) != (kind == "sharded"):
+                problems.append(f"{fqn!r} is sharded on one side only")
+        return problems
+
+    def restore(self, loaded: Loaded) -> Mapping[str, Any]:
+        """Set every gradient as it was saved: absent ones are None."""
+        kinds: Mapping[str, str] = loaded.own or {}
+        count = 0
+        for fqn, parameter in self._models.parameters().items():
+            kind = kinds.get(fqn, "none")
+            parameter.grad = None if kind == "none" else loaded.tensors[_key(fqn, kind, loaded.place)]
+            count += kind != "none"
+        return {"gradients": count}
+
+
+def _key(fqn: str, kind: str, place: Place) -> str:
+    return f"gradients.{fqn}" if kind == "sharded" else f"gradients.rank-{place.rank}.{fqn}"
+
+
+def _refuse_inexact(fqn: str, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Refuse a gradient that could not be loaded back as it is."""
+    if gradient.layout != torch.strided:
+        what = "is sparse"
+    elif isinstance(gradient, DTensor) and (
+        not isinstance(parameter, DTensor) or gradient.placements != parameter.placements
+    ):
+        what = f"is placed as {gradient.placements}, which its parameter is not"
+    elif isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
+        what = "is not sharded as its parameter is"
+    else:
+        return
+    raise UnsupportedValue(f"the gradient of {fqn!r} {what}", key=f"gradients.{fqn}", next_step=_AT_STEP_0)
+
+
+def _refuse_unreduced(module: nn.Module) -> None:
+    """Refuse what FSDP2 keeps to itself under ``set_requires_gradient_sync(False)``: no parameter's `grad` has it."""
+    for held, what in _unreduced(module):
+        if held is not None:
+            raise UnsupportedValue(
+                f"FSDP2 holds {what} that are not in any parameter's grad",
+                key="gradients",
+                next_step=f"{_AT_STEP_0}, or leave gradient synchronisation on",
+            )
+
+
+def _unreduced(module: nn.Module) -> Iterator[tuple[object, str]]:
+    # No public name leads to them. A torch that renames them raises here, so that nothing is left out silently.
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            for group in part._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                yield group._partial_reduce_output, "gradients that are not reduced over all replicas"  # noqa: SLF001
+                for parameter in group.fsdp_params:
+                    yield parameter.unsharded_accumulated_grad, "gradients that are not reduced"
+                    gathered = getattr(parameter, "_unsharded_param", None)
+                    yield getattr(gathered, "grad", None), "gradients that are not reduced"

@@ -1,0 +1,255 @@
+"""Optimizers: moments, steps and settings by the names of the parameters, exactly as they stand.
+
+Read from `optimizer.state` and `param_groups` themselves. `get_optimizer_state_dict` would take a step with a
+learning rate of 0 for an optimizer that has none yet, leave out the state of frozen parameters on the way back,
+and refuse a parameter that has no state. What was saved is what is restored, absent state included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from txstore.errors import ConfigError, StateMismatch, TxStoreError, UnsupportedValue
+from txstore.train.lifted import LiftedTensor, placements_of
+from txstore.train.names import Models
+from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.python_state import flatten, lifted_tensors, unflatten
+
+Layout = list[list[list[str]]]
+"""For each optimizer, for each param group, the names of its parameters in order."""
+
+
+class OptimizerPiece:
+    """The piece of state that holds all optimizers.
+
+    Raises:
+        ConfigError: An optimizer keeps its state in its own way, or holds a parameter that no model has.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], models: Models) -> None:
+        self._optimizers = list(optimizers)
+        self._models = models
+        for optimizer in self._optimizers:
+            if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has a state_dict of its own",
+                    next_step="pass it in extras, if its state_dict is plain and equal on all ranks",
+                )
+        self.layout()
+
+    def layout(self) -> Layout:
+        """Ordered names of the parameters by optimizer and param group: what a resume must have alike."""
+        names = self._names()
+        return [
+            [[_name(parameter, names) for parameter in group["params"]] for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): fqn for fqn, parameter in self._models.parameters().items()}
+
+    def capture(self, place: Place) -> PieceState:  # noqa: ARG002 - the signature of a piece
+        """Settings and the structure of the state by value, tensors by reference."""
+        shared: list[dict[str, Any]] = []
+        tensors: dict[str, torch.Tensor] = {}
+        for at, optimizer in enumerate(self._optimizers):
+            data, lifted = self._flat(at, optimizer)
+            shared.append({"class": _class(optimizer), "state": data})
+            tensors |= lifted
+        return PieceState(shared={"layout": self.layout(), "optimizers": shared}, tensors=tensors)
+
+    def _flat(self, at: int, optimizer: torch.optim.Optimizer) -> tuple[bytes, dict[str, torch.Tensor]]:
+        """One optimizer as bytes and tensors under their keys."""
+        names, root = self._names(), f"optimizer.{at}"
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        data, tensors = flatten({"groups": groups, "own": _own_state(optimizer)}, root)
+        parts = []
+        for parameter, state in _parameter_states(optimizer):
+            fqn = _name(parameter, names)
+            part, lifted = flatten(dict(state), f"{root}.state.{fqn}")
+            parts.append([fqn, part])
+            tensors |= lifted
+        return flatten([data, parts])[0], tensors
+
+    def targets(self, saved: SavedKeys, place: Place) -> Targets:  # noqa: ARG002 - the signature of a piece
+        """A tensor for each saved one: the live one if it fits, else a new one, sharded like its parameter."""
+        parameters = self._models.parameters()
+        live: dict[str, torch.Tensor] = {}
+        for at, optimizer in enumerate(self._optimizers):
+            live |= self._flat(at, optimizer)[1]
+        tensors = {}
+        for key, found in saved.tensors.items():
+            if key.startswith(tuple(f"optimizer.{at}." for at in range(len(self._optimizers)))):
+                fqn = _parameter_of(key, parameters)
+                if fqn is None and key.split(".")[2] == "state":
+                    continue  # of a parameter that another pipeline stage holds; the ranks compare what they ask for
+                tensors[key] = _target(live.get(key), parameters.get(fqn or ""), found.size, found.properties.dtype)
+        return Targets(tensors)
+
+    def problems(self, loaded: Loaded) -> list[str]:
+        """Another optimizer, or other parameters in its groups, or state that the checkpoint does not hold."""
+        saved, now = loaded.shared, self.layout()
+        problems = compare_layouts(saved["layout"], now)
+        for at, (optimizer, entry) in enumerate(zip(self._optimizers, saved["optimizers"], strict=False)):
+            if entry["class"] != _class(optimizer):
+                problems.append(f"optimizer {at} is a {_class(optimizer)}, a {entry['class']} was saved")
+            if loaded.is_complete and not problems:
+                try:
+                    self._unflat(entry["state"], loaded.tensors)
+                except TxStoreError as error:
+                    problems.append(f"optimizer {at}: {error}")
+        return problems
+
+    def _unflat(
+        self, data: bytes, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[list[dict[str, Any]], dict[Any, Any], dict[str, dict[str, Any]]]:
+        """Settings by group, state that belongs to no parameter, and state by parameter."""
+        common, parts = unflatten(data, {})
+        parameters = self._models.parameters()
+        found = unflatten(common, _taken(common, tensors, None))
+        states = {fqn: unflatten(part, _taken(part, tensors, parameters[fqn])) for fqn, part in parts}
+        return found["groups"], found["own"], states
+
+    def restore(self, loaded: Loaded) -> Mapping[str, Any]:
+        """Settings and state, absent state included.
+
+        Raises:
+            StateMismatch: An optimizer does not hold afterwards what was saved.
+        """
+        parameters = self._models.parameters()
+        moments = groups = 0
+        kept: list[str] = []
+        for at, (optimizer, entry) in enumerate(zip(self._optimizers, loaded.shared["optimizers"], strict=True)):
+            settings, own, states = self._unflat(entry["state"], loaded.tensors)
+            optimizer.state.clear()
+            optimizer.state.update(own)
+            for fqn, state in states.items():
+                optimizer.state[parameters[fqn]] = state
+            for group, values in zip(optimizer.param_groups, settings, strict=True):
+                kept += [f"optimizer {at}: {name}" for name in _set_group(group, values, optimizer.defaults)]
+            if not kept and self._flat(at, optimizer)[0] != entry["state"]:
+                raise StateMismatch(f"optimizer {at} does not take the saved state", key=f"optimizer.{at}")
+            groups += len(settings)
+            moments += sum(isinstance(value, torch.Tensor) for state in states.values() for value in state.values())
+        return {"param_groups": groups, "moment_tensors": moments, "settings_not_saved": kept}
+
+
+def compare_layouts(saved: Layout, now: Layout) -> list[str]:
+    """How two layouts differ: parameters matched by position would swap the moments of equal shapes."""
+    if len(saved) != len(now):
+        return [f"{len(saved)} optimizers were saved, there are {len(now)}"]
+    problems = []
+    for at, (then, here) in enumerate(zip(saved, now, strict=True)):
+        if [len(group) for group in then] != [len(group) for group in here]:
+            problems.append(
+                f"optimizer {at} has param groups of {[len(group) for group in here]} parameters, "
+                f"{[len(group) for group in then]} were saved"
+            )
+            continue
+        for number, (old, new) in enumerate(zip(then, here, strict=True)):
+            wrong = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
+            if wrong:
+                problems.append(
+                    f"optimizer {at}, group {number}: {wrong[0][1]!r} stands where {wrong[0][0]!r} was saved"
+                )
+    return problems
+
+
+def _class(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _name(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise ConfigError(
+            f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that no model has",
+            next_step="pass all models, and make the optimizer after the model was wrapped",
+        )
+    return name
+
+
+def _own_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """State that belongs to no parameter."""
+    state: Mapping[Any, Any] = optimizer.state
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def _parameter_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, Mapping[str, Any]]]:
+    for key, state in optimizer.state.items():
+        if isinstance(key, torch.Tensor):
+            if not isinstance(state, dict):
+                raise UnsupportedValue(f"{_class(optimizer)} keeps a {type(state).__name__} for a parameter")
+            yield key, state
+
+
+def _parameter_of(key: str, parameters: Mapping[str, torch.Tensor]) -> str | None:
+    """The parameter whose state a key holds. No parameter's name continues another's after a dot."""
+    parts = key.split(".")[3:]
+    for end in range(1, len(parts)):
+        fqn = ".".join(parts[:end])
+        if fqn in parameters:
+            return fqn
+    return None
+
+
+def _target(
+    live: torch.Tensor | None, parameter: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
+) -> torch.Tensor:
+    if live is not None and live.shape == shape and live.dtype == dtype:
+        return live
+    if parameter is not None and parameter.shape == shape and shape.numel() > 1:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    # A step, or a factored moment: small, so every rank loads all of it and cuts out its part.
+    return torch.empty(shape, dtype=dtype)
+
+
+def _taken(data: bytes, tensors: Mapping[str, torch.Tensor], parameter: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    taken = {}
+    for path, lifted in lifted_tensors(data).items():
+        if path not in tensors:
+            raise StateMismatch(f"{path!r} was not loaded", key=path)
+        taken[path] = _placed(tensors[path], lifted, parameter)
+    return taken
+
+
+def _placed(tensor: torch.Tensor, lifted: LiftedTensor, parameter: torch.Tensor | None) -> torch.Tensor:
+    """A loaded tensor on the device, and in the parts, in which the optimizer had it."""
+    if isinstance(tensor, DTensor):
+        return tensor if lifted.placements is not None else tensor.full_tensor()
+    if lifted.placements is not None:
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != len(lifted.placements):
+            raise StateMismatch(
+                f"{lifted.path!r} was saved in {len(lifted.placements)} dimensions of a mesh, its parameter not",
+                key=lifted.path,
+            )
+        mesh = parameter.device_mesh
+        return distribute_tensor(tensor.to(mesh.device_type), mesh, placements_of(lifted), src_data_rank=None)
+    if lifted.on_cpu or parameter is None:
+        return tensor
+    return tensor.to(parameter.device)
+
+
+def _set_group(group: dict[str, Any], saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Give a group exactly the saved settings; returns those that were not saved and keep their default.
+
+    A setting that a later torch has added keeps this optimizer's value. A tensor stays the same tensor, since
+    captured graphs hold it.
+    """
+    before = dict(group)
+    kept = [name for name in group if name != "params" and name not in saved and name in defaults]
+    group.clear()
+    group["params"] = before["params"]
+    for name, value in saved.items():
+        live = before.get(name)
+        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor) and live.dtype == value.dtype:
+            group[name] = live
+            live.detach().copy_(value)
+        else:
+            group[name] = value
+    group.update({name: before[name] for name in kept})
+    return kept

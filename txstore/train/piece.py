@@ -1,0 +1,111 @@
+"""What `TrainState` asks of each piece of training state, and what it hands to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+OnWorldSizeChange = Literal["error", "reseed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank, and how many there are."""
+
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PieceState:
+    """One piece of state at one instant.
+
+    Attributes:
+        shared: Plain state that is equal on all ranks, or None if there is none.
+        own: Plain state of this rank, or None.
+        tensors: Tensors under keys of the checkpoint: references, for the snapshot to copy.
+    """
+
+    shared: Any = None
+    own: Any = None
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedKeys:
+    """What the metadata tells before a byte is loaded.
+
+    Attributes:
+        tensors: Shape, dtype and chunks of every saved tensor, by key.
+        world_size: How many ranks saved.
+    """
+
+    tensors: Mapping[str, TensorStorageMetadata]
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a piece asks of a load.
+
+    Attributes:
+        tensors: Where to load to, by key: live tensors, or new ones.
+        others: Saved keys that are of other ranks.
+        problems: What does not fit, a sentence each.
+    """
+
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    others: frozenset[str] = frozenset()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded for one piece.
+
+    Attributes:
+        shared: As captured.
+        own: As captured on this rank; after a change of the world size, as captured on rank 0.
+        tensors: All loaded tensors, by key.
+        is_complete: Whether all tensors are loaded, and not only those of the Python state.
+        place: This rank.
+        saved_world_size: How many ranks saved.
+        on_world_size_change: The caller's choice for what is each rank's own.
+    """
+
+    shared: Any
+    own: Any
+    tensors: Mapping[str, torch.Tensor]
+    is_complete: bool
+    place: Place
+    saved_world_size: int
+    on_world_size_change: OnWorldSizeChange
+
+    @property
+    def same_world(self) -> bool:
+        """Whether as many ranks load as saved."""
+        return self.place.world_size == self.saved_world_size
+
+
+class Piece(Protocol):
+    """One piece of training state.
+
+    A piece is looked at in this order: `targets` before the load, `problems` after it, `restore` when no piece
+    of any kind has a problem. `restore` returns what it restored, for the report.
+    """
+
+    def capture(self, place: Place) -> PieceState:
+        """The state now: plain values by value, tensors by reference."""
+
+    def targets(self, saved: SavedKeys, place: Place) -> Targets:
+        """Where the piece's own tensors are to be loaded to."""
+
+    def problems(self, loaded: Loaded) -> list[str]:
+        """What does not fit; changes nothing."""
+
+    def restore(self, loaded: Loaded) -> Mapping[str, Any]:
+        """Put the state back; returns what was restored, in names and counts."""

@@ -1,0 +1,70 @@
+"""Where training stands, as the training loop counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from txstore import manifest
+from txstore.errors import ConfigError
+from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+
+
+@dataclass(slots=True)
+class TrainProgress:
+    """Counters that the training loop moves; a save reads them at the instant of its capture.
+
+    Attributes:
+        global_step: Optimizer steps done.
+        epoch: Epochs done.
+        micro_step: Backward passes since the last optimizer step: above 0 inside an accumulation window.
+        consumed_samples: Samples that all ranks together have trained on, since the beginning of the run.
+    """
+
+    global_step: int = 0
+    epoch: int = 0
+    micro_step: int = 0
+    consumed_samples: int = 0
+
+    def recorded(self) -> manifest.Progress:
+        """As the manifest records it: by value, so that a later step does not change it.
+
+        Raises:
+            ConfigError: A counter is negative, or no int.
+        """
+        try:
+            return msgspec.convert(asdict(self), manifest.Progress, strict=True)
+        except (msgspec.ValidationError, OverflowError) as error:
+            raise ConfigError(f"not a progress: {error}", next_step="count with plain ints from 0") from error
+
+
+class ProgressPiece:
+    """The piece of state that holds the counters."""
+
+    def __init__(self, progress: TrainProgress) -> None:
+        self._progress = progress
+
+    def capture(self, place: Place) -> PieceState:  # noqa: ARG002 - the signature of a piece
+        """The counters, by value."""
+        return PieceState(shared=asdict(self._progress))
+
+    def targets(self, saved: SavedKeys, place: Place) -> Targets:  # noqa: ARG002 - the signature of a piece
+        """None: the counters are plain data."""
+        return Targets()
+
+    def problems(self, loaded: Loaded) -> list[str]:
+        """Counters that are none."""
+        try:
+            msgspec.convert(loaded.shared, manifest.Progress, strict=True)
+        except msgspec.ValidationError as error:
+            return [f"the saved progress is malformed: {error}"]
+        return []
+
+    def restore(self, loaded: Loaded) -> Mapping[str, Any]:
+        """Set the counters of the loop's own object."""
+        for name, value in loaded.shared.items():
+            setattr(self._progress, name, value)
+        return dict(loaded.shared)

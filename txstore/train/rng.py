@@ -1,0 +1,215 @@
+"""The random streams of one rank: captured as plain data, restored completely or not at all.
+
+A stream that is missing, cut short or of another kind is refused: training on a fresh stream would diverge
+quietly. Every rank has streams of its own, so they are saved under its rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from txstore.errors import ConfigError, StateMismatch, describe
+from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.python_state import flatten
+
+Generator = np.random.Generator | torch.Generator | random.Random
+Streams = dict[str, Any]
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+\Z")
+_WORDS = 625  # Python's Mersenne twister: 624 words and the position
+
+
+def capture_streams(generators: Mapping[str, Generator] | None = None) -> Streams:
+    """The state of every stream by name: ``python``, ``numpy``, ``torch``, ``cuda:0`` and ``generator.<name>``.
+
+    Args:
+        generators: Generators of your own, by name.
+    """
+    return {name: stream.get() for name, stream in _streams(generators or {}).items()}
+
+
+def problems_with(saved: Any, generators: Mapping[str, Generator] | None = None) -> list[str]:
+    """Why `saved` cannot be restored here, a sentence each; tries every stream and leaves it as it was."""
+    if not isinstance(saved, dict):
+        return ["no random streams were saved for this rank"]
+    here = _streams(generators or {})
+    problems = [f"the random stream {name!r} was not saved" for name in here if name not in saved]
+    problems += [f"the random stream {name!r} was saved, and there is none here" for name in saved if name not in here]
+    for name, stream in here.items():
+        if name in saved:
+            now = stream.get()
+            try:
+                stream.set(saved[name])
+                if _packed(stream.get()) != _packed(saved[name]):
+                    problems.append(f"the random stream {name!r} does not take the saved state")
+            except Exception as error:  # noqa: BLE001 - each library refuses a wrong state in its own way
+                problems.append(f"the saved random stream {name!r} is not valid: {describe(error)}")
+            finally:
+                stream.set(now)
+    return problems
+
+
+def restore_streams(saved: Any, generators: Mapping[str, Generator] | None = None) -> list[str]:
+    """Restore every stream; returns their names.
+
+    Raises:
+        StateMismatch: A stream is missing, unknown here, cut short or of another kind; none has been changed.
+    """
+    problems = problems_with(saved, generators)
+    if problems:
+        raise StateMismatch("; ".join(problems), key="rng", next_step="resume where the streams can be restored")
+    here = _streams(generators or {})
+    for name, stream in here.items():
+        stream.set(saved[name])
+    return list(here)
+
+
+def reseed_streams(saved: Any, place: Place, generators: Mapping[str, Generator] | None = None) -> list[str]:
+    """Seed every stream from saved ones and the new place; returns the streams' names.
+
+    The same saved streams and place give the same seeds, and no two ranks or world sizes share one.
+    """
+    here = _streams(generators or {})
+    for name, stream in here.items():
+        text = f"{name}/{place.rank}/{place.world_size}".encode()
+        stream.seed(int.from_bytes(hashlib.sha256(_packed(saved) + text).digest()[:8], "little"))
+    return list(here)
+
+
+class _Stream:
+    """One stream: how to read, write and seed it."""
+
+    def __init__(self, get: Callable[[], Any], set_: Callable[[Any], Any], seed: Callable[[int], Any]) -> None:
+        self.get = get
+        self.set = set_
+        self.seed = seed
+
+
+def _packed(state: Any) -> bytes:
+    return flatten(state, "rng")[0]
+
+
+def _streams(generators: Mapping[str, Generator]) -> dict[str, _Stream]:
+    numpy = np.random.mtrand._rand  # noqa: SLF001 - the global generator; numpy offers its methods only one by one
+    streams = {
+        "python": _python(random._inst),  # noqa: SLF001 - as above, for random
+        "numpy": _Stream(
+            lambda: numpy.get_state(legacy=False), numpy.set_state, lambda seed: numpy.seed(seed % (1 << 32))
+        ),
+        "torch": _torch(torch.default_generator),
+    }
+    streams |= _devices()
+    for name, generator in generators.items():
+        streams[f"generator.{name}"] = _own(name, generator)
+    return streams
+
+
+def _devices() -> dict[str, _Stream]:
+    """Every device of the accelerator, whatever its kind."""
+    if not torch.accelerator.is_available():
+        return {}
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    module = torch.get_device_module(kind)
+    return {f"{kind.type}:{at}": _device(module, at) for at in range(torch.accelerator.device_count())}
+
+
+def _device(module: Any, at: int) -> _Stream:
+    def seed(value: int) -> None:
+        with module.device(at):
+            module.manual_seed(value)
+
+    return _Stream(
+        lambda: _to_bytes(module.get_rng_state(at)), lambda state: module.set_rng_state(_to_tensor(state), at), seed
+    )
+
+
+def _own(name: str, generator: Generator) -> _Stream:
+    if not _NAME.match(name):
+        raise ConfigError(f"not a generator's name: {name!r}", next_step="use letters, digits, _ and -")
+    if isinstance(generator, torch.Generator):
+        return _torch(generator)
+    if isinstance(generator, np.random.Generator):
+        return _numpy(generator)
+    if isinstance(generator, random.Random):
+        return _python(generator)
+    raise ConfigError(
+        f"generator {name!r} is a {type(generator).__name__}",
+        next_step="pass a numpy Generator, a torch.Generator or a random.Random",
+    )
+
+
+def _python(generator: random.Random) -> _Stream:
+    def set_state(state: Any) -> None:
+        _, words, _ = state
+        if len(words) != _WORDS:
+            raise ValueError(f"{len(words)} words of {_WORDS}")
+        generator.setstate(state)
+
+    return _Stream(generator.getstate, set_state, generator.seed)
+
+
+def _numpy(generator: np.random.Generator) -> _Stream:
+    bits = generator.bit_generator
+
+    def set_state(state: Any) -> None:
+        bits.state = state
+
+    def seed(value: int) -> None:
+        bits.state = type(bits)(value).state
+
+    return _Stream(lambda: bits.state, set_state, seed)
+
+
+def _torch(generator: torch.Generator) -> _Stream:
+    return _Stream(
+        lambda: _to_bytes(generator.get_state()),
+        lambda state: generator.set_state(_to_tensor(state)),
+        lambda value: generator.manual_seed(value % (1 << 63)),
+    )
+
+
+def _to_bytes(state: torch.Tensor) -> bytes:
+    return bytes(state.cpu().numpy().tobytes())
+
+
+def _to_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+class RandomStreams:
+    """The piece of state that holds this rank's streams."""
+
+    def __init__(self, generators: Mapping[str, Generator]) -> None:
+        self._generators = dict(generators)
+        _streams(self._generators)  # refuses a wrong generator now, and not at the first save
+
+    def capture(self, place: Place) -> PieceState:  # noqa: ARG002 - the signature of a piece
+        """All streams."""
+        return PieceState(own=capture_streams(self._generators))
+
+    def targets(self, saved: SavedKeys, place: Place) -> Targets:  # noqa: ARG002 - the signature of a piece
+        """None: the streams are plain data."""
+        return Targets()
+
+    def problems(self, loaded: Loaded) -> list[str]:
+        """Streams that cannot be restored, or belong to ranks that are no more."""
+        if loaded.same_world:
+            return problems_with(loaded.own, self._generators)
+        if loaded.on_world_size_change == "reseed":
+            return [] if isinstance(loaded.own, dict) else ["no random streams were saved"]
+        counts = f"{loaded.saved_world_size} ranks saved their random streams, there are {loaded.place.world_size}"
+        return [f'{counts}: on_world_size_change="reseed" derives new ones']
+
+    def restore(self, loaded: Loaded) -> Mapping[str, Any]:
+        """Restore, or derive new streams when the world size has changed."""
+        if loaded.same_world:
+            return {"restored": restore_streams(loaded.own, self._generators)}
+        return {"reseeded": reseed_streams(loaded.own, loaded.place, self._generators)}

@@ -1,0 +1,44 @@
+"""The gradient scaler: its scale and growth, saved between two uses of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.amp.grad_scaler import OptState
+
+from txstore.errors import UnsupportedValue
+from txstore.train.piece import Loaded, PieceState, Place
+from txstore.train.stateful import StatefulPiece, scoped
+
+
+class ScalerPiece(StatefulPiece):
+    """The piece of state that holds a ``torch.amp.GradScaler``."""
+
+    def __init__(self, scaler: Any) -> None:
+        items = scoped(scaler, "scaler", is_shared=True)
+        super().__init__("scaler", items, verify=True)
+        self._scalers = [one.item for one in items.values()]
+
+    def capture(self, place: Place) -> PieceState:
+        """The scaler's state.
+
+        Raises:
+            UnsupportedValue: Gradients have been unscaled and not stepped with: its state does not tell.
+        """
+        for scaler in self._scalers:
+            states = getattr(scaler, "_per_optimizer_states", {})
+            if any(state["stage"] is OptState.UNSCALED for state in states.values()):
+                raise UnsupportedValue(
+                    "the scaler has unscaled gradients that no step has used",
+                    key="scaler",
+                    next_step="save after scaler.step and scaler.update, or before unscale_",
+                )
+        return super().capture(place)
+
+    def problems(self, loaded: Loaded) -> list[str]:
+        """As for all objects; and one of the two scalers is not enabled."""
+        problems = super().problems(loaded)
+        for name, now in super().capture(loaded.place).shared.items():
+            if name in loaded.shared and loaded.shared[name].keys() != now.keys():
+                problems.append("the scaler is enabled on one side only")
+        return problems

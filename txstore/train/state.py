@@ -1,0 +1,356 @@
+"""`TrainState`: all that training needs to go on, under fixed keys, captured at one instant.
+
+Everything is one flat DCP state dict of tensors (ADR 0006)::
+
+    model.<fqn>                     parameters; rank 0's plain buffers
+    buffers.rank-<r>.<fqn>          plain buffers of the other ranks
+    optimizer.<i>.state.<fqn>.<..>  moments and steps
+    gradients.<fqn>                 unfinished gradients, sharded like their parameters
+    gradients.rank-<r>.<fqn>        unfinished gradients that are not reduced yet
+    python.shared                   msgpack: what is equal on all ranks; its tensors as python.shared.<path>
+    python.rank-<r>                 msgpack: what is of rank r alone
+
+`capture` gives the state dict to save. `target` gives the one to load into, `apply` restores what was loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from txstore import manifest
+from txstore.dcp.tensors import as_bytes
+from txstore.errors import FormatError, StateMismatch, UnsupportedValue
+from txstore.train.cursor import CursorPiece
+from txstore.train.gradients import GradientsPiece
+from txstore.train.model_state import ModelPiece, fits
+from txstore.train.names import Models
+from txstore.train.optimizer_state import Layout, OptimizerPiece
+from txstore.train.piece import Loaded, OnWorldSizeChange, Piece, PieceState, Place, SavedKeys
+from txstore.train.progress import ProgressPiece, TrainProgress
+from txstore.train.python_state import flatten, unflatten
+from txstore.train.rng import Generator, RandomStreams
+from txstore.train.scaler import ScalerPiece
+from txstore.train.stateful import StatefulPiece, scoped
+
+SHARED = "python.shared"
+VERSION = 1
+_RANK = re.compile(r"python\.rank-(0|[1-9][0-9]*)\Z")
+_OF_A_RANK = re.compile(r"python\.rank-(0|[1-9][0-9]*)(?:\Z|[.\[])")
+_DIGESTED_BYTES = 1 << 20
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The training state of one rank at one instant.
+
+    Attributes:
+        state: What to hand to ``dcp.save``. Tensors of models, optimizers and gradients are references: copy
+            them, or save, before training goes on. The Python state has been copied.
+        progress: For the manifest.
+        parts: Names of the pieces inside.
+        shared_digests: For each piece, SHA-256 of what this rank takes to be equal on all ranks. Rank 0's is saved,
+            so compare the digests before a save.
+    """
+
+    state: dict[str, Any]
+    progress: manifest.Progress
+    parts: tuple[str, ...]
+    shared_digests: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What a resume has restored.
+
+    Attributes:
+        progress: Where training stands now.
+        restored: For each piece, names and counts.
+        saved_world_size: How many ranks saved.
+    """
+
+    progress: manifest.Progress
+    restored: Mapping[str, Mapping[str, Any]]
+    saved_world_size: int
+
+
+class TrainState:
+    """Everything that the next training step depends on.
+
+    Args:
+        model: A module, or modules by name. After wrapping (DDP, ``fully_shard``, tensor parallel, compile).
+        optimizers: One or several, over the parameters of `model`.
+        schedulers: One or several learning rate schedulers.
+        scaler: A ``torch.amp.GradScaler``.
+        data: A data loader or sampler with a state dict, or several by name. Each rank's own, unless marked `shared`.
+        extras: Objects with state dicts by name (EMA, callbacks). Equal on all ranks, unless marked `per_rank`.
+        progress: The loop's counters; a new one if none is given, to be moved as `progress`.
+        rng: Whether to save the random streams.
+        generators: Generators of your own by name (numpy, torch, `random.Random`).
+
+    Attributes:
+        pieces: Every piece of state by name, in the order of a restore.
+        progress: The counters that the training loop moves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        *,
+        schedulers: Any = None,
+        scaler: Any = None,
+        data: Any = None,
+        extras: Mapping[str, Any] | None = None,
+        progress: TrainProgress | None = None,
+        rng: bool = True,
+        generators: Mapping[str, Generator] | None = None,
+    ) -> None:
+        self.progress = progress or TrainProgress()
+        self._models = Models(model)
+        several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+        self._optimizers = OptimizerPiece(several, self._models)
+        self.pieces: dict[str, Piece] = {
+            "model": ModelPiece(self._models),
+            "optimizer": self._optimizers,
+            "scheduler": StatefulPiece("scheduler", scoped(schedulers, "scheduler", is_shared=True), verify=True),
+            "scaler": ScalerPiece(scaler),
+            "gradients": GradientsPiece(self._models, self.progress),
+            "extras": StatefulPiece("extra", scoped(extras, "extra", is_shared=True), verify=False),
+            "progress": ProgressPiece(self.progress),
+            "data": CursorPiece(data),
+        }
+        # The streams come last: what is restored before them may draw from them.
+        if rng:
+            self.pieces["rng"] = RandomStreams(generators or {})
+
+    def optimizer_layout(self) -> Layout:
+        """For each optimizer and param group the ordered names of its parameters."""
+        return self._optimizers.layout()
+
+    def capture(self, rank: int = 0, world_size: int = 1) -> Captured:
+        """The state now, all of one instant.
+
+        Raises:
+            UnsupportedValue: Something could not be restored exactly; names its path.
+        """
+        place = Place(rank, world_size)
+        progress = self.progress.recorded()
+        states = self._states(place)
+        state: dict[str, Any] = {}
+        for name, piece in states.items():
+            _add(state, piece.tensors, name)
+        shared, lifted = _pack(SHARED, {name: piece.shared for name, piece in states.items()}, world_size)
+        own, own_lifted = _pack(f"python.rank-{rank}", {name: piece.own for name, piece in states.items()}, world_size)
+        for key, tensor in own_lifted.items():
+            if isinstance(tensor, DTensor):
+                raise UnsupportedValue(f"{key!r} is sharded and yet of one rank", key=key, next_step="mark it shared()")
+        # What all ranks have alike is written by one: DCP would keep one of them, but plan by another's sizes.
+        everywhere = {key: tensor for key, tensor in lifted.items() if isinstance(tensor, DTensor)}
+        _add(state, lifted if rank == 0 else everywhere, "python")
+        if rank == 0:
+            _add(state, {SHARED: _blob(shared)}, "python")
+        _add(state, {f"python.rank-{rank}": _blob(own), **own_lifted}, "python")
+        digests = {name: _digest(piece.shared) for name, piece in states.items()}
+        return Captured(state, progress, tuple(states), digests)
+
+    def _states(self, place: Place) -> dict[str, PieceState]:
+        self._models.reshard()
+        return {name: piece.capture(place) for name, piece in self.pieces.items()}
+
+    def python_target(self, metadata: Metadata, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
+        """The part of `target` that holds the Python state: load it first, and `check` it, at little cost."""
+        saved = _saved(metadata)
+        live = self._live(saved, Place(rank, world_size))
+        own = f"python.rank-{rank if world_size == saved.world_size else 0}"
+        target = {}
+        for key, found in saved.tensors.items():
+            if key in {SHARED, own} or key.startswith((f"{own}.", f"{SHARED}.")):
+                target[key] = _like(live.get(key), found)
+        return target
+
+    def _live(self, saved: SavedKeys, place: Place) -> dict[str, torch.Tensor]:
+        """Tensors of the shared Python state as they are now: a sharded EMA is loaded into shards."""
+        prefixes = {name: (f"{SHARED}.{name}.", f"{SHARED}.{name}[") for name in self.pieces}
+        held = [name for name, prefix in prefixes.items() if any(key.startswith(prefix) for key in saved.tensors)]
+        return _pack(SHARED, {name: self.pieces[name].capture(place).shared for name in held}, 1)[1]
+
+    def target(self, metadata: Metadata, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
+        """The state dict to hand to ``dcp.load`` with ``StorageReader(..., strict=False)``.
+
+        Tensors of models are the live ones, so that no second copy is needed: a model whose load has failed is
+        part old, part new, and must not be trained.
+
+        Raises:
+            StateMismatch: Lists what does not fit: keys that were not saved, shapes, dtypes.
+            FormatError: The checkpoint is none of a `TrainState`.
+        """
+        saved = _saved(metadata)
+        self._models.reshard()
+        target: dict[str, torch.Tensor] = dict(self.python_target(metadata, rank, world_size))
+        problems: list[str] = []
+        for piece in self.pieces.values():
+            asked = piece.targets(saved, Place(rank, world_size))
+            target.update(asked.tensors)
+            problems += asked.problems
+        _refuse(problems)
+        return target
+
+    def expected_keys(self, metadata: Metadata, rank: int = 0, world_size: int = 1) -> frozenset[str]:
+        """The saved keys that this rank accounts for: those it loads, and those it knows to be other ranks' own.
+
+        What no rank accounts for would be left behind silently: compare the union over all ranks with the saved
+        keys, by `unaccounted`.
+        """
+        saved = _saved(metadata)
+        place = Place(rank, world_size)
+        keys = set(self.python_target(metadata, rank, world_size))
+        keys |= {key for key in saved.tensors if _OF_A_RANK.match(key)}
+        for piece in self.pieces.values():
+            asked = piece.targets(saved, place)
+            keys |= asked.tensors.keys() | asked.others
+        return frozenset(keys)
+
+    def check(
+        self,
+        loaded: Mapping[str, Any],
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        on_world_size_change: OnWorldSizeChange = "error",
+    ) -> None:
+        """Compare a loaded Python state with this one; changes nothing.
+
+        Raises:
+            StateMismatch: Lists all that does not fit.
+        """
+        self._judge(loaded, Place(rank, world_size), on_world_size_change, is_complete=False)
+
+    def apply(
+        self,
+        loaded: Mapping[str, Any],
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        on_world_size_change: OnWorldSizeChange = "error",
+    ) -> Applied:
+        """Restore what ``dcp.load`` has loaded into `target`. Nothing is restored before every check has passed.
+
+        Args:
+            loaded: The target, loaded.
+            rank: This rank.
+            world_size: How many ranks there are now.
+            on_world_size_change: What to do about random streams if another number of ranks saved: refuse, or
+                derive new streams from the saved ones, the rank and the world size.
+
+        Raises:
+            StateMismatch: Lists all that does not fit, or names a piece that did not take its state.
+        """
+        pieces = self._judge(loaded, Place(rank, world_size), on_world_size_change)
+        restored = {name: self.pieces[name].restore(given) for name, given in pieces.items()}
+        saved_world_size = next(iter(pieces.values())).saved_world_size
+        return Applied(self.progress.recorded(), restored, saved_world_size)
+
+    def _judge(
+        self, loaded: Mapping[str, Any], place: Place, policy: OnWorldSizeChange, *, is_complete: bool = True
+    ) -> dict[str, Loaded]:
+        shared = _unpack(SHARED, loaded)
+        own_key = f"python.rank-{place.rank if place.world_size == shared['world_size'] else 0}"
+        own = _unpack(own_key, loaded)
+        problems = [f"{name!r} was not saved" for name in self.pieces if name not in shared["pieces"]]
+        problems += [
+            f"{name!r} was saved, and there is none here" for name in shared["pieces"] if name not in self.pieces
+        ]
+        given = {
+            name: Loaded(
+                shared["pieces"][name], own["pieces"][name], loaded, is_complete, place, shared["world_size"], policy
+            )
+            for name in self.pieces
+            if name in shared["pieces"]
+        }
+        for name, one in given.items():
+            problems += self.pieces[name].problems(one)
+        _refuse(problems)
+        return given
+
+
+def unaccounted(metadata: Metadata, accounts: Sequence[frozenset[str]]) -> list[str]:
+    """Saved keys that no rank accounts for: to load without them would leave state behind.
+
+    Args:
+        metadata: Of the checkpoint.
+        accounts: `TrainState.expected_keys` of every rank.
+    """
+    return sorted(metadata.state_dict_metadata.keys() - frozenset().union(*accounts))
+
+
+def _add(state: dict[str, Any], more: Mapping[str, torch.Tensor], name: str) -> None:
+    for key, tensor in more.items():
+        if key in state:
+            raise UnsupportedValue(f"{key!r} names two tensors, the second in {name!r}", key=key)
+        state[key] = tensor
+
+
+def _pack(key: str, pieces: dict[str, Any], world_size: int) -> tuple[bytes, dict[str, torch.Tensor]]:
+    data, lifted = flatten(pieces, key)
+    return flatten({"version": VERSION, "world_size": world_size, "pieces": data})[0], lifted
+
+
+def _unpack(key: str, loaded: Mapping[str, Any]) -> dict[str, Any]:
+    blob = loaded.get(key)
+    if not isinstance(blob, torch.Tensor):
+        raise StateMismatch(f"{key!r} was not loaded", key=key)
+    outer = unflatten(bytes(as_bytes(blob.contiguous())), {})
+    if not isinstance(outer, dict) or outer.get("version") != VERSION or not isinstance(outer.get("pieces"), bytes):
+        raise FormatError("Python state of another version than this release knows", key=key)
+    lifted = {name: tensor for name, tensor in loaded.items() if name.startswith((f"{key}.", f"{key}["))}
+    pieces = unflatten(outer["pieces"], lifted)
+    if not isinstance(pieces, dict) or type(outer.get("world_size")) is not int:
+        raise FormatError("malformed Python state", key=key)
+    return {"pieces": pieces, "world_size": outer["world_size"]}
+
+
+def _blob(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _digest(value: Any) -> str:
+    data, lifted = flatten(value)
+    digest = hashlib.sha256(data)
+    for path, tensor in sorted(lifted.items()):
+        # Not the weights of an EMA: their digest would cost more than the step.
+        if not isinstance(tensor, DTensor) and tensor.numel() * tensor.element_size() <= _DIGESTED_BYTES:
+            digest.update(path.encode(errors="surrogatepass"))
+            digest.update(as_bytes(tensor.cpu().contiguous()))
+    return digest.hexdigest()
+
+
+def _saved(metadata: Metadata) -> SavedKeys:
+    tensors = {
+        key: value for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
+    }
+    ranks = sorted(int(found[1]) for key in tensors if (found := _RANK.match(key)))
+    if SHARED not in tensors or ranks != list(range(len(ranks))) or not ranks:
+        raise FormatError("the checkpoint does not hold the state of a TrainState", key=SHARED)
+    return SavedKeys(tensors, len(ranks))
+
+
+def _like(live: torch.Tensor | None, saved: TensorStorageMetadata) -> torch.Tensor:
+    if live is not None and not fits("", live, saved):
+        return torch.empty_like(live, requires_grad=False)
+    return torch.empty(saved.size, dtype=saved.properties.dtype)
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise StateMismatch(f"the checkpoint does not fit: {'; '.join(problems[:_SHOWN])}{more}")

@@ -1,0 +1,139 @@
+"""Objects with ``state_dict`` and ``load_state_dict``: schedulers, a scaler, data loaders, the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from txstore.errors import ConfigError, StateMismatch, TxStoreError, describe
+from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.python_state import flatten
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that gives its state as plain values and takes it back."""
+
+    def state_dict(self) -> Any:
+        """The state, by value."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoped:
+    """An object, and whether its state is equal on all ranks."""
+
+    item: Stateful
+    is_shared: bool
+
+
+def shared(item: Stateful) -> Scoped:
+    """Mark an object whose state is equal on all ranks, such as a global cursor: their number may change."""
+    return Scoped(item, is_shared=True)
+
+
+def per_rank(item: Stateful) -> Scoped:
+    """Mark an object of which each rank has a state of its own: it can be restored by as many ranks only."""
+    return Scoped(item, is_shared=False)
+
+
+def scoped(items: Any, label: str, *, is_shared: bool) -> dict[str, Scoped]:
+    """One object, a sequence or a mapping of them, by name, each with its scope.
+
+    Raises:
+        ConfigError: One has no state_dict and load_state_dict.
+    """
+    if items is None:
+        return {}
+    if isinstance(items, Mapping):
+        named = dict(items)
+    elif isinstance(items, Sequence):
+        named = {str(at): item for at, item in enumerate(items)}
+    else:
+        named = {"0": items}
+    found = {}
+    for name, item in named.items():
+        one = item if isinstance(item, Scoped) else Scoped(item, is_shared=is_shared)
+        if not isinstance(one.item, Stateful):
+            raise ConfigError(
+                f"{label} {name!r} is a {type(one.item).__name__} without state_dict and load_state_dict",
+                next_step="wrap it in a class that has both",
+            )
+        found[name] = one
+    return found
+
+
+class StatefulPiece:
+    """A piece of state that is some objects with state dicts.
+
+    Args:
+        label: What they are, for messages.
+        items: The objects by name.
+        verify: Compare each object's state after the restore with the saved one. Off for objects that may rightly
+            tell another state than they were given, such as a data loader before its first batch.
+    """
+
+    def __init__(self, label: str, items: Mapping[str, Scoped], *, verify: bool) -> None:
+        self._label = label
+        self._items = dict(items)
+        self._verify = verify
+
+    def capture(self, place: Place) -> PieceState:  # noqa: ARG002 - the signature of a piece
+        """The state of every object."""
+        return PieceState(shared=self._states(is_shared=True), own=self._states(is_shared=False) or None)
+
+    def _states(self, *, is_shared: bool) -> dict[str, Any]:
+        return {name: self.state_of(name) for name, one in self._items.items() if one.is_shared == is_shared}
+
+    def state_of(self, name: str) -> Any:
+        """The state of one object."""
+        return self._items[name].item.state_dict()
+
+    def targets(self, saved: SavedKeys, place: Place) -> Targets:  # noqa: ARG002 - the signature of a piece
+        """None: tensors in state dicts are lifted with all Python state."""
+        return Targets()
+
+    def problems(self, loaded: Loaded) -> list[str]:
+        """Objects that only one side has, or that belong to ranks that are no more."""
+        own = loaded.own or {}
+        problems = []
+        for name, one in self._items.items():
+            if name not in (loaded.shared if one.is_shared else own):
+                elsewhere = name in (own if one.is_shared else loaded.shared)
+                kind = "equal on all ranks" if one.is_shared else "of each rank"
+                problems.append(f"{self._label} {name!r} was not saved" + (f" as {kind}" if elsewhere else ""))
+        unknown = [name for name in [*loaded.shared, *own] if name not in self._items]
+        problems += [f"{self._label} {name!r} was saved, and there is none here" for name in unknown]
+        if own and not loaded.same_world:
+            problems.append(
+                f"{self._label} {sorted(own)} has a state of each of {loaded.saved_world_size} ranks, and "
+                f"{loaded.place.world_size} ranks would load it: only one that is marked shared() survives this"
+            )
+        return problems
+
+    def restore(self, loaded: Loaded) -> Mapping[str, Any]:
+        """Give every object its state.
+
+        Raises:
+            StateMismatch: An object tells another state afterwards.
+        """
+        for name, one in self._items.items():
+            state = (loaded.shared if one.is_shared else loaded.own)[name]
+            # Bytes first: an object may keep what it is given, or take it apart.
+            before = flatten(state)[0]
+            try:
+                self.give(name, state)
+            except TxStoreError:
+                raise
+            except Exception as error:
+                raise StateMismatch(f"{self._label} {name!r} refuses its state: {describe(error)}", key=name) from error
+            if self._verify and flatten(self.state_of(name))[0] != before:
+                raise StateMismatch(f"{self._label} {name!r} does not take the saved state", key=name)
+        return {"restored": sorted(self._items)}
+
+    def give(self, name: str, state: Any) -> None:
+        """Give one object its state."""
+        self._items[name].item.load_state_dict(state)
