@@ -22,14 +22,17 @@
     ├── CheckpointRetired                   removed by retention, on purpose
     ├── IntegrityError                      stored bytes disagree with what was committed
     ├── FormatError                         a document is malformed, hostile or of an unknown version
+    ├── DeadlineExceeded (TimeoutError)     something did not end in time; the message names rank, phase and object
     ├── SaveError                           this state cannot be saved exactly, or a rank failed
     │   ├── PlanMismatch                    results, ranks or planners disagree
+    │   ├── SaveBusy                        earlier saves are still on their way, and the policy is to raise
     │   ├── SnapshotInUse                   the previous snapshot's save has not ended: save less often
     │   ├── SnapshotTooLarge                the copy needs more memory than is allowed or there
     │   └── UnsupportedValue                a tensor or object that txstore cannot store exactly
     └── LoadError
         ├── StateMismatch                   keys, dtypes or shapes differ from the saved ones
         ├── Incompatible                    model, data, settings or parallelism differ: accept, verify or migrate
+        ├── NotProved                       training did not go on where it stood: look before it trains on
         └── UnsafeObject                    a pickled object outside the weights_only allow-list
 
 Every class survives pickling between ranks: only strings and numbers are kept, and the
@@ -199,12 +202,20 @@ class FormatError(TxStoreError):
     """A document is malformed, hostile, or of a version that this release does not know."""
 
 
+class DeadlineExceeded(TxStoreError, TimeoutError):
+    """A collective, a store operation or a whole save did not end within its deadline."""
+
+
 class SaveError(TxStoreError):
     """A save was refused; nothing was committed."""
 
 
 class PlanMismatch(SaveError):
     """Plans, results or ranks disagree with each other."""
+
+
+class SaveBusy(SaveError):
+    """As many saves as the policy allows are still on their way."""
 
 
 class SnapshotInUse(SaveError):
@@ -235,6 +246,10 @@ class Incompatible(LoadError):
     """
 
     judgement: dict[str, object] | None = None
+
+
+class NotProved(LoadError):
+    """A check after the resume failed: the state, or the first steps, are not what was saved leads to."""
 
 
 class UnsafeObject(LoadError):

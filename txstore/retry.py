@@ -27,6 +27,7 @@ from txstore.errors import (
     StoreError,
     TransientError,
 )
+from txstore.in_flight import InFlight, Operation
 from txstore.store import ObjectInfo, Source, Store
 
 log = logging.getLogger(__name__)
@@ -178,6 +179,11 @@ class RetryingStore(Store):
         self.url = inner.url
         self.needs_probe = inner.needs_probe
         self._retrier = Retrier(policy, sleep=sleep, clock=clock)
+        self._in_flight = InFlight()
+
+    def in_flight(self) -> list[Operation]:
+        """The operations that have begun and not ended, the longest first."""
+        return self._in_flight.operations()
 
     @property
     def policy(self) -> RetryPolicy:
@@ -192,8 +198,9 @@ class RetryingStore(Store):
             counts.update(self.inner.retries)
         return dict(counts)
 
-    def _call(self, verb: Callable[..., _T], *args: object) -> _T:
-        return self._retrier.call(verb, *args)
+    def _call(self, verb: Callable[..., _T], key: str, *args: object) -> _T:
+        with self._in_flight.running(verb.__name__, key):
+            return self._retrier.call(verb, key, *args)
 
     def put(self, key: str, source: Source) -> ObjectInfo:
         """`put` again from the start: the source is replayable, the object whole or nothing."""
@@ -229,14 +236,15 @@ class RetryingStore(Store):
                 unclear = True
                 raise
 
-        try:
-            self._call(attempt)
-        except AlreadyExistsError:
-            raise
-        except StoreError as error:
-            if not unclear:
+        with self._in_flight.running("create", key):
+            try:
+                self._retrier.call(attempt)
+            except AlreadyExistsError:
                 raise
-            self._settle(key, data, error)
+            except StoreError as error:
+                if not unclear:
+                    raise
+                self._settle(key, data, error)
 
     def _settle(self, key: str, data: bytes, error: StoreError) -> None:
         """The budget is spent after an unclear attempt: read once more, else say that it is unknown."""
@@ -289,13 +297,14 @@ class RetryingStore(Store):
                 raise
 
         # A budget for each step, begun when it fails: one for the whole listing would be spent by its sheer length.
-        while (info := self._advance(advance)) is not None:
+        while (info := self._advance(prefix, advance)) is not None:
             last = info.key
             yield info
 
-    def _advance(self, advance: Callable[[], ObjectInfo | None]) -> ObjectInfo | None:
+    def _advance(self, prefix: str, advance: Callable[[], ObjectInfo | None]) -> ObjectInfo | None:
         try:
-            return advance()
+            with self._in_flight.running("list", prefix):
+                return advance()
         except RETRIED as error:
             first: list[StoreError] = [error]
 
@@ -304,7 +313,8 @@ class RetryingStore(Store):
                 raise first.pop()
             return advance()
 
-        return self._call(again)
+        with self._in_flight.running("list", prefix):
+            return self._retrier.call(again)
 
     def delete(self, key: str) -> None:
         """`delete`, repeated: an absent object is success."""

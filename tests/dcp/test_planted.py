@@ -23,7 +23,7 @@ import test_refusals
 from workers import Pool, Rank
 
 from txstore import store, transaction
-from txstore.dcp import boundary, items, objects, reader, scatter, tensors, writer
+from txstore.dcp import boundary, carrier, items, objects, reader, scatter, tensors, writer
 from txstore.shards import layout, reading, slabs
 
 
@@ -139,7 +139,7 @@ LOCAL: dict[str, Local] = {
         lambda root, _: test_async.test_an_error_reaches_the_future(root),
     ),
     "the ticket of a cached plan is used": Local(
-        Bug(writer.StorageWriter, "write_data", "ticket = _arrived.ticket", "ticket = plan.storage_data.ticket"),
+        Bug(writer.StorageWriter, "write_data", "ticket = arrived.ticket", "ticket = plan.storage_data.ticket"),
         test_async.test_cached_plans,
     ),
     "what was sent is not looked at again": Local(
@@ -182,7 +182,7 @@ RANKS: dict[str, Ranks] = {
         (3, "rank-00001-00001"),
     ),
     "sizes of results are not checked": Ranks(
-        Bug(writer, "_match", "or at.length != report.size_in_bytes", ""), 3, test_refusals.tampered, ("size",)
+        Bug(writer, "match", "or at.length != report.size_in_bytes", ""), 3, test_refusals.tampered, ("size",)
     ),
     "it commits without looking at the shards": Ranks(
         Bug(transaction.Transaction, "commit", "self._look_at_all(shards, visibility or Visibility())", "pass"),
@@ -197,7 +197,7 @@ RANKS: dict[str, Ranks] = {
         ("truncated",),
     ),
     "a copied old plan brings its old ticket": Ranks(
-        Bug(writer, "_deliver", "if _arrived.ticket is None:", "if True:"), 2, test_async.brooding
+        Bug(carrier, "_deliver", "if arrived.ticket is None:", "if True:"), 2, test_async.brooding
     ),
     "a committed name is taken again": Ranks(
         Bug(writer, "begin", "if stood and not overwrite:", "if False:"), 2, test_refusals.taken

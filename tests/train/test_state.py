@@ -207,7 +207,7 @@ def test_the_digests_tell_which_piece_differs_between_ranks() -> None:
     assert first.state.capture().shared_digests == second.state.capture(1, 2).shared_digests
     second.optimizers[0].param_groups[0]["lr"] = 7.0
     a, b = first.state.capture().shared_digests, second.state.capture(1, 2).shared_digests
-    assert [name for name in a if a[name] != b[name]] == ["optimizer"]
+    assert [name for name in a if a[name] != b[name]] == ["optimizer", "proof"]
 
 
 class Noted:

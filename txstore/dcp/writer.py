@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -24,17 +24,18 @@ from torch.futures import Future
 
 import txstore
 from txstore.dcp.boundary import asked_name, at_boundary, connect
+from txstore.dcp.carrier import Carrier, arrived, with_carrier
 from txstore.dcp.items import lay_out, refuse_early, write_files
-from txstore.dcp.metadata import Location, Placed, all_indices, build_index
+from txstore.dcp.metadata import Location, all_indices, build_index
+from txstore.dcp.results import match
 from txstore.dcp.snapshot import SnapshotBuffers
 from txstore.dcp.staged import Staged, refused, take_refusal
 from txstore.errors import ConfigError, PlanMismatch, SaveError, TransactionStateError, TxStoreError, describe
-from txstore.keys import attempt_prefix
-from txstore.manifest import Description, checked_description
+from txstore.manifest import Decision, Description, checked_description
 from txstore.retry import RetryPolicy
 from txstore.shards.layout import SHARD_BYTES
 from txstore.store import Store
-from txstore.transaction import Ticket, Transaction, Visibility, begin
+from txstore.transaction import Transaction, Visibility, begin
 
 
 @dataclass(slots=True)
@@ -45,37 +46,15 @@ class _Save:
     refusal: TxStoreError | None = None
     rank: int | None = None
     transaction: Transaction | None = None
+    decision: Decision | None = None
     planned: list[frozenset[MetadataIndex] | None] = field(default_factory=list)
 
 
-class _Arrived(threading.local):
-    """The ticket that the latest scatter brought to this thread."""
+Phase = Literal["plan", "write", "written", "commit"]
+"""Where a rank's save is: ``written`` when its shards are durable, ``commit`` on the coordinator alone."""
 
-    ticket: Ticket | None = None
-
-
-_arrived = _Arrived()
-
-
-@dataclass(frozen=True, slots=True)
-class Carrier:
-    """The ticket on its way in `SavePlan.storage_data`; leaves it at its destination when unpickled.
-
-    A caching planner drops the plan that the coordinator sends and returns the one of an earlier save,
-    with the ticket of a transaction that has ended. What the scatter brought is the truth.
-    """
-
-    ticket: Ticket
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _deliver, (self.ticket,)
-
-
-def _deliver(ticket: Ticket) -> Carrier:
-    # The first to arrive after `prepare_local_plan`: a planner may go on to copy plans of earlier saves.
-    if _arrived.ticket is None:
-        _arrived.ticket = ticket
-    return Carrier(ticket)
+_NOT_CARRIED = frozenset({"_lock", "_saves", "_begun", "_abandoned", "buffers", "on_phase"})
+"""What belongs to saves in progress and stays in its process."""
 
 
 class StorageWriter(DcpStorageWriter):
@@ -101,6 +80,9 @@ class StorageWriter(DcpStorageWriter):
         AlreadyCommitted, Conflict, CommitUnknown, PlanMismatch, UnsupportedValue, IntegrityError, StoreError;
         from `dcp.async_save` also SnapshotInUse and SnapshotTooLarge.
     """
+
+    on_phase: Callable[[Phase, int], None] | None = None
+    """Called on the save's thread at the beginning of each phase, with the bytes written so far by this rank."""
 
     # The state is copied when `stage` returns; DCP need not ask.
     _synchronize_after_execute = False
@@ -137,11 +119,11 @@ class StorageWriter(DcpStorageWriter):
         self._lock = threading.Lock()
         self._saves = threading.local()
         self._begun: list[tuple[threading.Thread, Transaction]] = []
+        self._abandoned = False
 
     def __getstate__(self) -> dict[str, Any]:
         # async_save in PROCESS mode sends the writer to another process: no save in progress travels, and no buffer.
-        stays = {"_lock", "_saves", "_begun", "buffers"}
-        return {key: value for key, value in self.__dict__.items() if key not in stays}
+        return {key: value for key, value in self.__dict__.items() if key not in _NOT_CARRIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -158,6 +140,11 @@ class StorageWriter(DcpStorageWriter):
     def rank(self) -> int | None:
         """The rank of this thread's save in its process group."""
         return self._save.rank
+
+    @property
+    def decision(self) -> Decision | None:
+        """The commit of this thread's last save: on the coordinator, once it stands; None elsewhere."""
+        return self._save.decision
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -212,11 +199,12 @@ class StorageWriter(DcpStorageWriter):
     @at_boundary(SaveError)
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - DCP's signature
         """Learn the rank. A save without collectives has no coordinator and cannot commit."""
+        self._tell("plan", 0)
         save = self._save
         save.rank = kwargs.get("rank", 0)
         save.transaction = None
         save.planned = []
-        _arrived.ticket = None
+        arrived.ticket = None
         refusal = take_refusal() or save.refusal
         if refusal is not None:
             raise refusal
@@ -232,7 +220,7 @@ class StorageWriter(DcpStorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what the plan alone shows to be impossible, before anything is written."""
         refuse_early(plan.items)
-        _arrived.ticket = None
+        arrived.ticket = None
         return plan
 
     @at_boundary(SaveError)
@@ -245,11 +233,15 @@ class StorageWriter(DcpStorageWriter):
         save.transaction = begin(self.store, save.checkpoint, world_size=len(plans), overwrite=self.overwrite)
         with self._lock:
             self._begun.append((threading.current_thread(), save.transaction))
+            abandoned = self._abandoned
+        if abandoned:
+            self.abandon()
+            raise TransactionStateError("this writer was abandoned", key=save.checkpoint)
         # A caching planner sends an empty, unusable plan when nothing changed: its items are not known here.
         save.planned = [frozenset(item.index for item in plan.items) if plan.usable else None for plan in plans]
         carrier = Carrier(save.transaction.ticket)
-        _arrived.ticket = carrier.ticket  # without a process group nothing is pickled
-        return [_with_carrier(plan, carrier) for plan in plans]
+        arrived.ticket = carrier.ticket  # without a process group nothing is pickled
+        return [with_carrier(plan, carrier) for plan in plans]
 
     def _abort_unfinished(self) -> None:
         """Settle attempts of this writer whose save ended without `finish`, so that they can never commit.
@@ -262,6 +254,29 @@ class StorageWriter(DcpStorageWriter):
             transaction.abort()
             self._forget(transaction)
 
+    def abandon(self) -> list[Decision]:
+        """Settle, from any thread, all that this writer has begun: none of it commits later, and nothing more begins.
+
+        For saves that are stuck: the thread that runs one may wake up long after everybody has given it up.
+
+        Returns:
+            What settled each: normally an abort; the commit, if that turns out to stand.
+
+        Raises:
+            CommitUnknown: No answer could be had from the store.
+        """
+        with self._lock:
+            self._abandoned = True
+            begun = [transaction for _, transaction in self._begun]
+        settled = [transaction.abort() for transaction in begun]
+        for transaction in begun:
+            self._forget(transaction)
+        return settled
+
+    def _tell(self, phase: Phase, nbytes: int) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase, nbytes)
+
     def _forget(self, transaction: Transaction) -> None:
         with self._lock:
             self._begun = [(thread, t) for thread, t in self._begun if t is not transaction]
@@ -270,7 +285,7 @@ class StorageWriter(DcpStorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Every rank: write the shards; on return they are durable. An error on any thread is raised here."""
         save = self._save
-        ticket = _arrived.ticket
+        ticket = arrived.ticket
         if ticket is None or save.rank is None:
             raise PlanMismatch(
                 "no ticket arrived from the coordinator",
@@ -283,8 +298,10 @@ class StorageWriter(DcpStorageWriter):
                 key=ticket.checkpoint,
                 next_step="pass the same URL and checkpoint_id on all ranks",
             )
+        self._tell("write", 0)
         laid = lay_out(plan.items, planner, self._shard_bytes)
         results = write_files(self.store, ticket, save.rank, laid, threads=self._threads)
+        self._tell("written", sum(result.size_in_bytes for result in results))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -296,11 +313,12 @@ class StorageWriter(DcpStorageWriter):
         transaction = save.transaction
         if transaction is None:
             raise TransactionStateError("finish without a transaction")
-        placed = _match(transaction.ticket, save.planned, results)
+        placed = match(transaction.ticket, save.planned, results)
         for foreign in placed.keys() - set(all_indices(metadata)):
             raise PlanMismatch(f"a result for {foreign.fqn!r} that the plan does not know", key=foreign.fqn)
         index, shards = build_index(metadata, placed)
-        transaction.commit(
+        self._tell("commit", sum(shard.size for shard in shards))
+        save.decision = transaction.commit(
             shards,
             index,
             software={"txstore": txstore.__version__, "torch": str(torch.__version__)},
@@ -314,45 +332,3 @@ class StorageWriter(DcpStorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """What DCP tells planners and loggers about this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, modules=["txstore"])
-
-
-def _with_carrier(plan: SavePlan, carrier: Carrier) -> SavePlan:
-    return SavePlan(plan.items, storage_data=carrier, planner_data=plan.planner_data, usable=plan.usable)
-
-
-def _match(
-    ticket: Ticket, planned: Sequence[frozenset[MetadataIndex] | None], results: Sequence[Sequence[WriteResult]]
-) -> dict[MetadataIndex, Placed]:
-    """Results by item; each rank must have reported exactly its planned items, each once.
-
-    Raises:
-        PlanMismatch: A result is missing, doubled, foreign or of the wrong size.
-    """
-    if len(planned) != len(results):
-        raise PlanMismatch(f"{len(planned)} ranks were planned, {len(results)} reported")
-    prefix = attempt_prefix(ticket.checkpoint, ticket.txn)
-    placed: dict[MetadataIndex, Placed] = {}
-    for rank, (items, reports) in enumerate(zip(planned, results, strict=True)):
-        got = [report.index for report in reports]
-        if len(set(got)) != len(got) or (items is not None and set(got) != items):
-            missing = sorted(str(index.fqn) for index in (items or frozenset()) - set(got))
-            raise PlanMismatch(
-                f"rank {rank} reported {len(got)} of {len(items or got)} planned items; missing: {missing[:5]}",
-                key=missing[0] if missing else "",
-                rank=rank,
-            )
-        for report in reports:
-            at = report.storage_data
-            if (
-                not isinstance(at, Placed)
-                or at.length != report.size_in_bytes
-                or at.start < 0
-                or at.start + at.length > at.shard.size
-            ):
-                raise PlanMismatch(f"rank {rank} reported a wrong size", key=report.index.fqn, rank=rank)
-            if at.shard.rank != rank or not at.shard.key.startswith(prefix):
-                raise PlanMismatch(f"rank {rank} reported a file that is not its own", key=at.shard.key, rank=rank)
-            if report.index in placed:
-                raise PlanMismatch(f"two ranks wrote {report.index.fqn!r}", key=report.index.fqn, rank=rank)
-            placed[report.index] = at
-    return placed

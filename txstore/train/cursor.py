@@ -194,7 +194,9 @@ class CursorPiece(StatefulPiece):
         if _is_stateful_loader(item):
             there = _batches_given(item.state_dict())
             if there != _batches_given(state["state"]):
-                raise StateMismatch(f"data {name!r} stands at batch {there} after it took its state", key=f"data.{name}")
+                raise StateMismatch(
+                    f"data {name!r} stands at batch {there} after it took its state", key=f"data.{name}"
+                )
 
 
 def _is_stateful_loader(item: Any) -> bool:

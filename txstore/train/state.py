@@ -27,15 +27,19 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from txstore import manifest
+from txstore.compat.key_tables import TensorFact
 from txstore.dcp.tensors import as_bytes
 from txstore.errors import FormatError, StateMismatch, UnsupportedValue
 from txstore.train.cursor import CursorPiece
 from txstore.train.gradients import GradientsPiece
+from txstore.train.history import History
 from txstore.train.model_state import ModelPiece, fits
 from txstore.train.names import Models
 from txstore.train.optimizer_state import Layout, OptimizerPiece
 from txstore.train.piece import Loaded, OnWorldSizeChange, Piece, PieceState, Place, SavedKeys
 from txstore.train.progress import ProgressPiece, TrainProgress
+from txstore.train.proof import Check
+from txstore.train.proof_piece import Facts, ProofPiece
 from txstore.train.python_state import flatten, unflatten
 from txstore.train.rng import Generator, RandomStreams
 from txstore.train.scaler import ScalerPiece
@@ -132,10 +136,29 @@ class TrainState:
         # The streams come last: what is restored before them may draw from them.
         if rng:
             self.pieces["rng"] = RandomStreams(generators or {})
+        self.history = History()
+        sources = {name: one.item for name, one in scoped(data, "data", is_shared=False).items()}
+        scalers = [one.item for one in scoped(scaler, "scaler", is_shared=True).values()]
+        self._proof = ProofPiece(Facts(self.progress, several, scalers, sources), self.history)
+        self.pieces["proof"] = self._proof
 
     def optimizer_layout(self) -> Layout:
         """For each optimizer and param group the ordered names of its parameters."""
         return self._optimizers.layout()
+
+    def key_table(self) -> dict[str, TensorFact]:
+        """Dtype and global shape of this rank's model tensors, to be judged before a load."""
+        tensors = self.pieces["model"].capture(Place(0, 1)).tensors
+        return {key: TensorFact.of(tensor) for key, tensor in tensors.items()}
+
+    def validate(self) -> list[Check]:
+        """Compare the live objects with what the checkpoint says of them, after `apply`."""
+        return self._proof.checks()
+
+    @property
+    def expected_batch(self) -> str | None:
+        """The id of the first batch after a resume, if the data could tell it at the save."""
+        return self._proof.expected_batch
 
     def capture(self, rank: int = 0, world_size: int = 1) -> Captured:
         """The state now, all of one instant.

@@ -1,0 +1,162 @@
+"""The proof after a resume: what is usual passes, each kind of jump fails, and the unknown stays unknown."""
+
+from __future__ import annotations
+
+import math
+from itertools import count
+
+import pytest
+
+from txstore.errors import ConfigError, FormatError
+from txstore.train.history import History, StepRecord
+from txstore.train.proof import Check, ProofPolicy, check_step, compare_with_control, loss_delta
+
+WINDOW = [
+    StepRecord(
+        step=step,
+        loss=2.0 + 0.05 * (-1) ** step,
+        grad_norm=1.0 + 0.1 * (step % 3),
+        update_norm=0.01,
+        batch_id=f"b{step}",
+    )
+    for step in range(1, 17)
+]
+GOOD = StepRecord(step=17, loss=2.02, grad_norm=1.1, update_norm=0.011, batch_id="b17")
+POLICY = ProofPolicy()
+
+
+def results(
+    record: StepRecord, window=WINDOW, *, expected: str | None = "b17", first: bool = True
+) -> dict[str, bool | None]:
+    return {check.name: check.ok for check in check_step(window, record, POLICY, expected_batch=expected, first=first)}
+
+
+def changed(**fields) -> StepRecord:
+    values = {name: getattr(GOOD, name) for name in GOOD.__struct_fields__}
+    return StepRecord(**{**values, **fields})
+
+
+ALL_WELL = {"loss": True, "grad_norm": True, "update_norm": True, "first batch": True, "next step": True}
+
+
+def test_a_step_that_goes_on_passes_everything() -> None:
+    assert results(GOOD) == ALL_WELL
+    assert results(changed(batch_id="b90", step=40), first=False) == dict.fromkeys(
+        ("loss", "grad_norm", "update_norm"), True
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "failing"),
+    [
+        (changed(loss=3.2), "loss"),
+        (changed(loss=0.5), "loss"),
+        (changed(loss=math.nan), "loss"),
+        (changed(loss=math.inf), "loss"),
+        (changed(grad_norm=13.0), "grad_norm"),
+        (changed(grad_norm=math.nan), "grad_norm"),
+        (changed(update_norm=0.2), "update_norm"),
+        (changed(batch_id="b18"), "first batch"),
+        (changed(step=18), "next step"),
+        (changed(step=16), "next step"),
+    ],
+)
+def test_each_jump_fails_its_own_check(record: StepRecord, failing: str) -> None:
+    assert results(record) == {**ALL_WELL, failing: False}
+
+
+def test_a_batch_that_was_seen_before_the_save_fails_without_an_expectation() -> None:
+    assert results(changed(batch_id="b16"), expected=None)["first batch"] is False
+    assert results(GOOD, expected=None)["first batch"] is None
+
+
+def test_what_cannot_be_checked_is_unknown() -> None:
+    bare = StepRecord(step=17, loss=2.0)
+    assert results(bare) == {
+        "loss": True,
+        "grad_norm": None,
+        "update_norm": None,
+        "first batch": None,
+        "next step": True,
+    }
+    assert results(GOOD, WINDOW[:3]) == {
+        "loss": None, "grad_norm": None, "update_norm": None, "first batch": True, "next step": False,
+    }  # fmt: skip
+    assert results(GOOD, []) == {
+        **dict.fromkeys(("loss", "grad_norm", "update_norm", "next step")),
+        "first batch": True,
+    }
+    assert results(changed(loss=math.nan), [])["loss"] is False, "not a number is wrong whatever came before"
+
+
+def test_a_flat_window_does_not_make_every_loss_a_jump() -> None:
+    flat = [StepRecord(step=step, loss=1.0) for step in range(8)]
+    assert results(StepRecord(step=8, loss=1.05), flat)["loss"] is True
+    assert results(StepRecord(step=8, loss=1.2), flat)["loss"] is False
+
+
+def test_the_loss_delta() -> None:
+    assert loss_delta(WINDOW, GOOD) == pytest.approx(2.02 - 2.05)
+    assert loss_delta([], GOOD) is None
+
+
+def test_a_check_says_what_it_compared() -> None:
+    (loss, *_) = check_step(WINDOW, changed(loss=9.5), POLICY, expected_batch=None, first=False)
+    assert isinstance(loss, Check)
+    assert "9.5" in loss.detail
+    assert "median" in loss.detail
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"loss_spreads": 0}, {"norm_factor": -1}, {"on_failure": "ignore"}])
+def test_a_policy_is_validated(wrong) -> None:
+    with pytest.raises(ConfigError):
+        ProofPolicy(**wrong)
+
+
+def test_a_history_is_a_window_that_round_trips() -> None:
+    history = History(window=4)
+    for record in WINDOW:
+        history.add(record)
+    assert list(history) == WINDOW[-4:]
+    other = History(window=4)
+    other.add(GOOD)
+    other.load_state_dict(history.state_dict())
+    assert list(other) == WINDOW[-4:]
+    with pytest.raises(ConfigError, match="step 16 was recorded after step 16"):
+        other.add(WINDOW[-1])
+    with pytest.raises(ConfigError):
+        History(0)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"records": [{"step": 1}]}, {"records": [{"step": "1", "loss": 2.0}]}, {"records": 3}]
+)
+def test_a_hostile_history_is_refused_and_changes_nothing(state) -> None:
+    history = History()
+    history.add(GOOD)
+    with pytest.raises(FormatError):
+        history.load_state_dict(state)
+    assert list(history) == [GOOD]
+
+
+def stepping(losses, start=1):
+    numbers = count(start)
+    values = iter(losses)
+    return lambda: StepRecord(step=(step := next(numbers)), loss=next(values), batch_id=f"b{step}")
+
+
+def test_a_run_beside_its_control() -> None:
+    control = [StepRecord(step=step, loss=1 / step, batch_id=f"b{step}") for step in range(1, 6)]
+    same = compare_with_control(control, stepping([1.0, 0.5, 1 / 3]), steps=3)
+    assert same.ok
+    assert [(row.step, row.delta) for row in same.rows] == [(1, 0.0), (2, 0.0), (3, 0.0)]
+    off = compare_with_control(control, stepping([1.0, 0.5000001]), steps=2)
+    assert not off.ok
+    assert "step 2" in off.problems[0]
+    assert compare_with_control(control, stepping([1.0, 0.5000001]), steps=2, rtol=1e-6).ok
+    assert not compare_with_control(control, stepping([math.nan]), steps=1, atol=100).ok
+    assert "no such step" in compare_with_control(control, stepping([1.0], start=9), steps=1).problems[0]
+    other = [StepRecord(step=1, loss=1.0, batch_id="another")]
+    assert "batch" in compare_with_control(other, stepping([1.0]), steps=1).problems[0]
+    with pytest.raises(ConfigError):
+        compare_with_control(control, stepping([]), steps=0)

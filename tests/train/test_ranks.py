@@ -1,0 +1,209 @@
+"""`Checkpointer` on real ranks: one outcome for all, whatever happens on one of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import Fault, FaultyStore, Raise
+from workers import Pool, Rank
+
+from tests.train.runs import Run
+from txstore.catalog import entries
+from txstore.errors import DeadlineExceeded, PlanMismatch, SaveBusy, StoreFullError, TxStoreError, UnsupportedValue
+from txstore.registry import open_store
+from txstore.retry import RetryPolicy
+from txstore.train.checkpointer import Checkpointer
+from txstore.train.policy import SavePolicy
+
+WORLD = 4
+ONCE = RetryPolicy(attempts=1)
+
+
+def committed(url: str) -> list[str]:
+    with open_store(url) as store:
+        return [entry.decision.checkpoint for entry in entries(store) if entry.state == "committed"]
+
+
+def told(error: TxStoreError) -> tuple[str, str, int | None]:
+    return type(error).__name__, str(error), error.rank
+
+
+def ranked(me: Rank) -> Run:
+    """A data-parallel run: the same model everywhere, random streams of their own."""
+    run = Run()
+    torch.manual_seed(100 + me.rank)
+    return run
+
+
+def one_fails(me: Rank, url: str) -> Any:
+    run = ranked(me)
+    store = FaultyStore(url, *([Fault(Raise("full"), "put", ".safetensors")] if me.rank == 2 else []))
+    saves = Checkpointer(store, run.state, retry=ONCE)
+    handle = saves.save()
+    with pytest.raises(StoreFullError) as seen:
+        handle.committed.result(30)
+    with pytest.raises(StoreFullError) as raised:
+        saves.wait()
+    run.state.progress.global_step = 1
+    saves.save()
+    saves.close()
+    return told(seen.value), told(raised.value)
+
+
+def test_a_failure_on_one_rank_is_the_same_error_on_all(pool: Pool, store_url: str) -> None:
+    found = pool.run(WORLD, one_fails, store_url)
+    assert found[0][0] == found[0][1]
+    assert found[0][0][2] == 2, "the rank that failed is named"
+    assert all(one == found[0] for one in found)
+    assert committed(store_url) == ["step-1"]
+
+
+def disagreeing(me: Rank, url: str) -> Any:
+    run = ranked(me)
+    run.state.progress.global_step = 5 if me.rank == 3 else 4
+    with Checkpointer(url, run.state) as saves:
+        with pytest.raises(PlanMismatch, match="rank 3 saves step-5, rank 0 step-4"):
+            saves.save()
+        run.state.progress.global_step = 4
+        saves.save()
+
+
+def test_ranks_that_stand_at_different_steps_are_refused_before_anything_is_copied(pool: Pool, store_url: str) -> None:
+    pool.run(WORLD, disagreeing, store_url)
+    assert committed(store_url) == ["step-4"]
+
+
+def unstorable(me: Rank, url: str) -> Any:
+    run = ranked(me)
+    if me.rank == 1:
+        run.optimizer.param_groups[0]["hook"] = lambda: None
+    with Checkpointer(url, run.state) as saves:
+        with pytest.raises(UnsupportedValue, match="hook") as raised:
+            saves.save()
+        run.optimizer.param_groups[0].pop("hook", None)
+        saves.save()
+    return told(raised.value)
+
+
+def test_state_that_one_rank_cannot_store_is_an_error_of_the_save_on_all(pool: Pool, store_url: str) -> None:
+    found = pool.run(WORLD, unstorable, store_url)
+    assert found == [found[0]] * WORLD
+    assert found[0][2] == 1
+    assert committed(store_url) == ["step-0"]
+
+
+class Hold:
+    """Holds the store of one rank until the file appears."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, store: Any, key: str, call: Any) -> Any:
+        time.sleep(self.seconds)
+        return call()
+
+
+def busy_on_one(me: Rank, url: str, when_busy: str) -> Any:
+    run = ranked(me)
+    store = FaultyStore(url, *([Fault(Hold(1.0), "put", ".safetensors")] if me.rank == 1 else []))
+    with Checkpointer(store, run.state, policy=SavePolicy(when_busy=when_busy)) as saves:
+        saves.save()
+        run.state.progress.global_step = 1
+        if when_busy == "raise":
+            with pytest.raises(SaveBusy):
+                saves.save()
+            return ""
+        return saves.save().skipped
+
+
+@pytest.mark.parametrize(("when_busy", "names"), [("skip", [0]), ("raise", [0]), ("wait", [0, 1])])
+def test_all_ranks_take_the_same_way_when_one_is_slow(pool: Pool, store_url: str, when_busy: str, names: Any) -> None:
+    found = pool.run(WORLD, busy_on_one, store_url, when_busy)
+    assert found == [found[0]] * WORLD
+    assert committed(store_url) == [f"step-{step}" for step in names]
+
+
+def stuck_on_one(me: Rank, url: str) -> Any:
+    run = ranked(me)
+    held = threading.Event()
+
+    def hold(store: Any, key: str, call: Any) -> Any:
+        held.wait(20)
+        return call()
+
+    store = FaultyStore(url, *([Fault(hold, "put", ".safetensors")] if me.rank == 1 else []))
+    saves = Checkpointer(store, run.state, policy=SavePolicy(deadline_s=1.5))
+    saves.save()
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded) as raised:
+        saves.wait()
+    took_s = time.monotonic() - started
+    held.set()
+    time.sleep(0.5)
+    with pytest.raises(DeadlineExceeded):
+        saves.close()
+    return told(raised.value), took_s
+
+
+def test_a_rank_that_is_stuck_is_named_on_all_and_nothing_commits(pools: Any, store_url: str) -> None:
+    with pools.fresh(3) as pool:
+        found = pool.run(3, stuck_on_one, store_url)
+    assert [one[0] for one in found] == [found[0][0]] * 3
+    _, text, rank = found[0][0]
+    assert rank == 1
+    assert "rank 1 is in put of data/step-0" in text
+    assert max(took_s for _, took_s in found) < 8
+    assert committed(store_url) == []
+
+
+def interleaved(me: Rank, url: str, steps: int) -> Any:
+    """Failure case D1: collectives of training on the user's group, saves back to back beside them."""
+    run = ranked(me)
+    sums = []
+    with Checkpointer(url, run.state, policy=SavePolicy(when_busy="skip")) as saves:
+        for step in range(steps):
+            run.state.progress.global_step = step
+            saves.save()
+            value = torch.tensor([float(me.rank + step)])
+            dist.all_reduce(value, group=me.group)
+            sums.append(value.item())
+            if step % 5 == 0:
+                dist.barrier(group=me.group)
+    return sums
+
+
+def test_saves_never_meet_the_collectives_of_training(pool: Pool, store_url: str) -> None:
+    steps = 60
+    found = pool.run(WORLD, interleaved, store_url, steps, deadline_s=60)
+    assert found == [[float(6 + WORLD * step) for step in range(steps)]] * WORLD
+    assert committed(store_url)[0] == "step-0"
+
+
+def train_and_save(me: Rank, url: str) -> Any:
+    run = ranked(me)
+    with Checkpointer(url, run.state) as saves:
+        assert saves.resume().fresh
+        for _ in range(3):
+            run.step()
+        saves.save()
+        return torch.rand(3).tolist()
+
+
+def resume_and_draw(me: Rank, url: str) -> Any:
+    run = Run(seed=7)
+    with Checkpointer(url, run.state) as saves:
+        report = saves.resume()
+        assert report.proved, str(report)
+    return torch.rand(3).tolist(), run.state.progress.global_step, report.checkpoint
+
+
+def test_every_rank_gets_its_own_random_streams_back(pool: Pool, store_url: str) -> None:
+    """Failure case H1."""
+    draws = pool.run(WORLD, train_and_save, store_url)
+    assert len({tuple(one) for one in draws}) == WORLD
+    assert pool.run(WORLD, resume_and_draw, store_url) == [(one, 3, "step-3") for one in draws]

@@ -1,0 +1,289 @@
+"""`Checkpointer`: saves beside training, resumes that are judged and proved, and no failure that can be overlooked."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+from msgspec.structs import replace
+
+from txstore.dcp.boundary import connect
+from txstore.dcp.snapshot import Snapshot, SnapshotBuffers, estimate_bytes
+from txstore.dcp.writer import StorageWriter
+from txstore.errors import ConfigError, PlanMismatch, SaveError, SnapshotTooLarge, TransactionStateError, TxStoreError
+from txstore.manifest import Decision, Description
+from txstore.retry import RetryPolicy
+from txstore.store import Store
+from txstore.train import exit_guard
+from txstore.train.exchange import Exchange, raise_first, typed
+from txstore.train.history import StepRecord
+from txstore.train.ledger import Ledger
+from txstore.train.policy import SavePolicy
+from txstore.train.proof import ProofPolicy
+from txstore.train.proof_watch import ProofWatch
+from txstore.train.report import ResumeReport
+from txstore.train.resume import Resume, ResumeOptions
+from txstore.train.saves import BackgroundSaves, Request, SaveHandle
+from txstore.train.state import Captured, TrainState
+
+log = logging.getLogger(__name__)
+
+Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
+class Checkpointer:
+    """Saves and resumes one training run. All methods but `record` are collective: every rank calls them, in one order.
+
+    ::
+
+        with Checkpointer("s3://bucket/run-7", state, description=Description(topology={"world": 8, "dp": 8})) as saves:
+            report = saves.resume()
+            while state.progress.global_step < steps:
+                saves.record(loss=train_step())
+                if state.progress.global_step % 100 == 0:
+                    saves.save()
+
+    A save that failed is raised by the next `save`, by `wait`, `close` or the end of the `with`. If none of them
+    comes, the interpreter ends with a message and exit status 70.
+
+    Args:
+        store: URL of the store's root, or an open store.
+        state: What a recovery point holds.
+        description: Topology, fingerprints and settings of this run; each save adds its progress.
+        policy: Limits of background saves.
+        proof: What counts as a jump in the first steps after a resume.
+        overwrite: As for `StorageWriter`.
+        retry: Attempts and deadlines of store operations.
+        process_group: The ranks; the default group if None. Two gloo groups of the checkpointer's own are made.
+        own_groups: Two gloo groups for this checkpointer and nothing else, instead of new ones.
+        options: Passed to the backend.
+    """
+
+    def __init__(
+        self,
+        store: str | Store,
+        state: TrainState,
+        *,
+        description: Description | None = None,
+        policy: SavePolicy | None = None,
+        proof: ProofPolicy | None = None,
+        overwrite: bool = False,
+        retry: RetryPolicy | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        own_groups: Groups | None = None,
+        **options: object,
+    ) -> None:
+        self.state = state
+        self.policy = policy or SavePolicy()
+        self.description = description or Description()
+        self.store = connect(store, retry, options)
+        self._writer = StorageWriter(self.store, overwrite=overwrite, description=self.description)
+        front, back = own_groups or (None, None)
+        # A rank may come to an exchange as late as its own save is allowed to be.
+        self._front = Exchange("training thread", 1.5 * self.policy.deadline_s, process_group, own=front)
+        self._back = Exchange("background saves", self.policy.deadline_s, process_group, own=back)
+        self._ledger = Ledger(self.policy, self._front, self.store, self._writer.abandon)
+        self._saves = BackgroundSaves(self._writer, self._back, self._ended)
+        self._buffers = [SnapshotBuffers() for _ in range(self.policy.max_in_flight)]
+        self._proof_policy = proof or ProofPolicy()
+        self._proof: ProofWatch | None = None
+        self._size_is_known = False
+        self._closed = False
+        exit_guard.guard(self)
+
+    def save(self, step: int | None = None) -> SaveHandle:
+        """Take a snapshot now and write it in the background; returns when the snapshot is safe on all ranks.
+
+        Args:
+            step: The global step, if you want it checked: `state.progress.global_step` is what counts.
+
+        Raises:
+            SaveBusy: The limit is reached, and the policy is to raise.
+            SnapshotTooLarge: The snapshots would take more than `max_staging_bytes`. Nothing was copied.
+            UnsupportedValue, SaveError: The state cannot be stored exactly, on some rank. Nothing was written.
+            PlanMismatch: The ranks save different checkpoints, or differ in what is equal on all ranks.
+            DeadlineExceeded: An earlier save, or another rank, did not come to an end in time.
+            TxStoreError: An earlier save failed.
+        """
+        self._check_open()
+        requested_s = time.monotonic()
+        at = self.state.progress.global_step
+        handle = SaveHandle(f"step-{at}", at)
+        skipped = self._ledger.make_room(handle.checkpoint)
+        if step not in {None, at}:
+            raise ConfigError(
+                f"save({step}), but state.progress.global_step is {at}",
+                next_step="count steps in state.progress: it is what the checkpoint records",
+            )
+        if skipped is not None:
+            log.warning("skipped the save of %s: %s", handle.checkpoint, skipped)
+            return SaveHandle(handle.checkpoint, at, skipped=skipped)
+        captured, snapshot = self._stage()
+        handle.staged.set_result(None)
+        request = Request(
+            handle=handle,
+            snapshot=snapshot,
+            description=replace(self.description, progress=captured.progress),
+            requested_s=requested_s,
+            staged_s=time.monotonic(),
+        )
+        self._ledger.add(request)
+        self._saves.submit(request)
+        return handle
+
+    def _stage(self) -> tuple[Captured, Snapshot]:
+        """Capture and copy the state, on all ranks or on none."""
+        taken: list[Snapshot] = []
+
+        def take() -> tuple[Captured, Snapshot]:
+            captured = self.state.capture(self._front.rank, self._front.world_size)
+            self._check_size(captured)
+            taken.append(self._buffers[0].stage(captured.state))
+            return captured, taken[0]
+
+        found, error = typed(take, "snapshot", self._front.rank, SaveError)
+        try:
+            digests = dict(found[0].shared_digests) if found else {}
+            outcomes = self._front.gather("snapshot", (error, digests))
+            raise_first(outcome for outcome, _ in outcomes)
+            _refuse_unequal([digests for _, digests in outcomes])
+        except TxStoreError:
+            for snapshot in taken:
+                snapshot.release()
+            raise
+        assert found is not None
+        self._buffers.append(self._buffers.pop(0))
+        return found
+
+    def _check_size(self, captured: Captured) -> None:
+        """Before the first copy: memory that is not there is found out now, not by the kernel in hour three."""
+        if self._size_is_known:
+            return
+        count = self.policy.max_in_flight
+        needed = estimate_bytes(captured.state) * count
+        allowed = self.policy.max_staging_bytes
+        if allowed is not None and needed > allowed:
+            raise SnapshotTooLarge(
+                f"{count} snapshots of this rank's state take {needed / 2**20:.1f} MiB, "
+                f"max_staging_bytes allows {allowed / 2**20:.1f} MiB",
+                next_step="raise max_staging_bytes, lower max_in_flight, or shard the state over more ranks",
+            )
+        self._size_is_known = True
+
+    def resume(self, options: ResumeOptions | None = None) -> ResumeReport:
+        """Bring back the newest recovery point that is committed, sound and compatible; raises as `Resume.run`.
+
+        Saves of this checkpointer that are on their way are waited for.
+        """
+        self._check_open()
+        self._ledger.wait_for_all()
+        report = Resume(self.store, self.state, self._front, self.description, options or ResumeOptions()).run()
+        if not report.fresh:
+            self.description = replace(self.description, accepted=tuple(report.accepted))
+            self._proof = ProofWatch(report, tuple(self.state.history), self._proof_policy, self.state.expected_batch)
+        return report
+
+    def record(
+        self,
+        *,
+        loss: float,
+        grad_norm: float | None = None,
+        update_norm: float | None = None,
+        batch_id: str | None = None,
+    ) -> StepRecord:
+        """Note what the step that was just counted showed.
+
+        The next save carries it, and the first steps after a resume are compared with it. Not collective, but all
+        ranks must record the same values.
+
+        Args:
+            loss: The loss, a mean over the ranks.
+            grad_norm: Norm of the gradient before clipping.
+            update_norm: Norm of the parameters' change.
+            batch_id: Names the batch.
+
+        Raises:
+            NotProved: Training does not go on where it stood, and the policy is to raise.
+        """
+        progress = self.state.progress
+        record = StepRecord(
+            step=progress.global_step,
+            loss=float(loss),
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            update_norm=None if update_norm is None else float(update_norm),
+            batch_id=batch_id,
+            consumed_samples=progress.consumed_samples,
+        )
+        self.state.history.add(record)
+        if self._proof is not None and not self._proof.done:
+            self._proof.see(record)
+        return record
+
+    def wait(self) -> list[Decision]:
+        """Wait until all saves have ended; the decisions of those that this call accounted for.
+
+        Raises:
+            DeadlineExceeded: A save is stuck; it was given up and will not commit.
+            TxStoreError: A save failed, the same error on all ranks.
+        """
+        self._check_open()
+        return self._ledger.wait_for_all()
+
+    def close(self) -> None:
+        """Wait for all saves, raise what went wrong, give threads and groups back. A second call does nothing."""
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._closed = True
+        exit_guard.release(self)
+        if self._saves.close(10.0 if self._ledger.all_ended else 0.0):
+            self._back.close()
+        self._front.close()
+
+    def overlooked(self) -> str:
+        """Wait for what is on its way, on this rank alone; what nobody has been told, or ""."""
+        return self._ledger.overlooked()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # This rank may be the only one that leaves: nothing collective. And the first error stays the one raised.
+        if told := self.overlooked():
+            error.add_note(f"txstore: {told}")
+        self._release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransactionStateError("this checkpointer is closed")
+        if self._ledger.stuck is not None:
+            raise self._ledger.stuck
+
+    def _ended(self, request: Request) -> None:
+        """On the background thread, after each save."""
+
+
+def _refuse_unequal(digests: list[dict[str, str]]) -> None:
+    """What is saved once for all ranks must be equal on all ranks (failure case E1)."""
+    for rank, theirs in enumerate(digests):
+        differing = sorted(name for name in digests[0].keys() | theirs if digests[0].get(name) != theirs.get(name))
+        if differing:
+            raise PlanMismatch(
+                f"what is saved once for all ranks differs between rank 0 and rank {rank}: {', '.join(differing)}",
+                key=differing[0],
+                rank=rank,
+                next_step="mark what each rank has for itself with per_rank; record the same values on all ranks",
+            )

@@ -1,0 +1,63 @@
+"""Which recovery point to resume: chosen once, by the coordinator, from what is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from txstore.catalog import entries, find, newest
+from txstore.decisions import read_manifest
+from txstore.errors import CheckpointNotFound, CheckpointRetired, IntegrityError, LoadError
+from txstore.keys import SlotName
+from txstore.manifest import Decision, Manifest
+from txstore.ops.report import Depth
+from txstore.ops.verify import verify
+from txstore.store import Store
+
+
+def choose(store: Store, checkpoint: str | None, damaged: Collection[SlotName] = ()) -> Decision | None:
+    """The commit to resume: the named one, else the newest that is not `damaged`; None if nothing is committed yet.
+
+    Raises:
+        CheckpointNotFound: The named one does not exist.
+        IntegrityError: All that is committed is damaged.
+        TxStoreError: The store could not be read. That is never "no checkpoint yet" (failure case B6).
+    """
+    if checkpoint is not None:
+        return find(store, checkpoint)
+    if not damaged:
+        try:
+            return newest(store)
+        except CheckpointNotFound:
+            return None
+    standing = [entry.decision for entry in entries(store) if entry.state == "committed"]
+    left = [one for one in standing if SlotName(one.checkpoint, one.slot) not in damaged]
+    if not left:
+        raise IntegrityError(
+            f"all {len(damaged)} committed checkpoints are damaged",
+            key=store.url,
+            next_step="txstore verify names what is wrong; restore the objects from a copy",
+        )
+    return left[-1]
+
+
+def examine(store: Store, decision: Decision, depth: Depth) -> Manifest:
+    """Verify a commit to a depth and return its manifest.
+
+    Raises:
+        IntegrityError: It is damaged; names every object.
+        CheckpointRetired: Retention is removing it.
+        LoadError: An object cannot be read.
+    """
+    found = verify(store, decision, depth=depth)
+    if found.state == "retired":
+        raise CheckpointRetired(f"checkpoint {decision.checkpoint} was removed by retention", key=decision.checkpoint)
+    if found.problems:
+        first = found.problems[0]
+        kind = IntegrityError if found.state == "damaged" else LoadError
+        raise kind(
+            f"{decision.checkpoint} is {found.state}: "
+            + "; ".join(f"{one.key}: {one.what}" for one in found.problems[:5]),
+            key=first.key,
+            next_step=first.next_step,
+        )
+    return read_manifest(store, decision)

@@ -1,0 +1,84 @@
+"""The last steps before a save: losses, gradient norms and batch ids, kept for the proof after a resume."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from txstore.errors import ConfigError, FormatError
+
+WINDOW = 32
+"""Steps that a checkpoint remembers."""
+
+
+class StepRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one optimizer step showed. All ranks record the same: means over the ranks, not a rank's own values.
+
+    Attributes:
+        step: The global step that it completed.
+        loss: The loss.
+        grad_norm: Norm of the gradient, before clipping; None if unknown.
+        update_norm: Norm of the parameters' change; None if unknown.
+        batch_id: Names the batch it was trained on; None if unknown.
+        consumed_samples: Samples consumed so far, this step's included.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None = None
+    update_norm: float | None = None
+    batch_id: str | None = None
+    consumed_samples: int = 0
+
+
+class History:
+    """A window of records; a piece of a training state.
+
+    Args:
+        window: Steps to keep.
+    """
+
+    def __init__(self, window: int = WINDOW) -> None:
+        if window < 1:
+            raise ConfigError(f"window={window} must be positive")
+        self._records: deque[StepRecord] = deque(maxlen=window)
+
+    def add(self, record: StepRecord) -> None:
+        """Append a record.
+
+        Raises:
+            ConfigError: It is not of a later step than the last one.
+        """
+        if self._records and record.step <= self._records[-1].step:
+            raise ConfigError(
+                f"step {record.step} was recorded after step {self._records[-1].step}",
+                next_step="record each step once, after it was counted in state.progress",
+            )
+        self._records.append(record)
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The records as plain data."""
+        return {"records": msgspec.to_builtins(list(self._records))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the records by saved ones.
+
+        Raises:
+            FormatError: They are not records.
+        """
+        try:
+            records = msgspec.convert(state, dict[str, list[StepRecord]])["records"]
+        except (msgspec.ValidationError, KeyError) as error:
+            raise FormatError(f"not a history: {error}") from error
+        self._records.clear()
+        self._records.extend(records)

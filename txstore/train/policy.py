@@ -1,0 +1,42 @@
+"""`SavePolicy`: how many saves may be on their way, and what happens when storage is slower than training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from txstore.errors import ConfigError
+
+WhenBusy = Literal["wait", "skip", "raise"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePolicy:
+    """Limits of background saves (mission, "Back-pressure").
+
+    Attributes:
+        max_in_flight: Saves that are staged and not yet committed. Each holds a snapshot of its own in memory.
+        when_busy: What `save` does at that limit, on all ranks alike: wait for the oldest save, skip this one, or
+            raise `SaveBusy`.
+        max_staging_bytes: Most bytes of one rank's memory for all snapshots together; None for no limit.
+        max_commit_lag_s: `save` treats the limit as reached while an earlier save has been on its way for longer;
+            None for no limit.
+        max_failed_in_a_row: So many failed saves, one after another, are warned about and not raised.
+        deadline_s: The longest that a save may be on its way, and that one rank waits for the others, in seconds.
+    """
+
+    max_in_flight: int = 1
+    when_busy: WhenBusy = "wait"
+    max_staging_bytes: int | None = None
+    max_commit_lag_s: float | None = None
+    max_failed_in_a_row: int = 0
+    deadline_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if self.max_in_flight < 1 or self.max_failed_in_a_row < 0 or not self.deadline_s > 0:
+            raise ConfigError(f"not a save policy: {self}")
+        if self.when_busy not in get_args(WhenBusy):
+            raise ConfigError(f"when_busy={self.when_busy!r} is none of {get_args(WhenBusy)}")
+        for limit in (self.max_staging_bytes, self.max_commit_lag_s):
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"not a save policy: a limit of {limit}; None means no limit")

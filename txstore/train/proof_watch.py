@@ -1,0 +1,63 @@
+"""Watches the first steps after a resume, and says once whether training goes on where it stood."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from txstore.errors import NotProved
+from txstore.train.history import StepRecord
+from txstore.train.proof import ProofPolicy, check_step, loss_delta
+from txstore.train.report import ResumeReport
+
+log = logging.getLogger(__name__)
+
+
+class ProofWatch:
+    """The proof of one resume.
+
+    Args:
+        report: Of the resume; gets the checks and the loss delta.
+        window: The records before the save.
+        policy: What counts as a jump.
+        expected_batch: The id of the first batch, if it is known.
+    """
+
+    def __init__(
+        self, report: ResumeReport, window: Sequence[StepRecord], policy: ProofPolicy, expected_batch: str | None
+    ) -> None:
+        self._report = report
+        self._window = tuple(window)
+        self._policy = policy
+        self._expected = expected_batch
+        self._seen = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps of the proof have been seen."""
+        return self._seen >= self._policy.steps
+
+    def see(self, record: StepRecord) -> None:
+        """Compare one step.
+
+        Raises:
+            NotProved: A check failed, and the policy is to raise.
+        """
+        first = self._seen == 0
+        self._seen += 1
+        checks = check_step(self._window, record, self._policy, expected_batch=self._expected, first=first)
+        self._report.checks += checks
+        if first:
+            self._report.loss_delta = loss_delta(self._window, record)
+        failed = [check for check in checks if check.ok is False]
+        if not failed:
+            return
+        error = NotProved(
+            f"step {record.step}, {self._seen} after the resume from {self._report.checkpoint}: "
+            + "; ".join(f"{check.name}: {check.detail}" for check in failed),
+            key=self._report.checkpoint,
+            next_step="do not train on: compare with the log of the run before, or widen ProofPolicy if this is usual",
+        )
+        if self._policy.on_failure == "raise":
+            raise error
+        log.warning("%s", error)

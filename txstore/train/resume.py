@@ -1,0 +1,253 @@
+"""Resume: choose -> examine -> judge -> load -> restore -> validate, in step on all ranks; judged first, loaded second.
+
+The coordinator chooses once and tells the others (failure case B2); a step that fails on any rank fails on all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from txstore.compat.judgement import NO_MATRIX, Judgement, judge
+from txstore.compat.key_tables import KeyTable, TensorFact
+from txstore.compat.matrix import Matrix
+from txstore.dcp.metadata import build_metadata
+from txstore.dcp.planner import StrictLoadPlanner
+from txstore.dcp.reader import StorageReader
+from txstore.decisions import read_index
+from txstore.errors import (
+    ConfigError,
+    FormatError,
+    IntegrityError,
+    LoadError,
+    NotProved,
+    PlanMismatch,
+    StateMismatch,
+)
+from txstore.keys import SlotName
+from txstore.manifest import Decision, Description, Manifest
+from txstore.ops.report import Depth
+from txstore.store import Store
+from txstore.train.choice import choose, examine
+from txstore.train.exchange import Exchange
+from txstore.train.piece import OnWorldSizeChange
+from txstore.train.report import FellBack, ResumeReport
+from txstore.train.saves import cause_of
+from txstore.train.state import TrainState, unaccounted
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+JUDGED = "model."
+"""Keys whose presence, dtype and shape are judged by table; the other pieces compare their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeOptions:
+    """What a resume may do.
+
+    Attributes:
+        checkpoint: Its name; the newest committed if None.
+        fallback: What to do if the newest is damaged: raise, or take the one before, and say so.
+        depth: What is verified before the load: documents and sizes, a sample of blocks, or every byte. The load itself
+            verifies every byte that it reads.
+        matrix: Verified changes of the parallelism.
+        accept: Names of differences that are meant.
+        migrations: Names of registered migrations.
+        required: Fingerprints that must be known and equal.
+        on_world_size_change: What to do about random streams if another number of ranks saved.
+    """
+
+    checkpoint: str | None = None
+    fallback: Literal["error", "previous"] = "error"
+    depth: Depth = "documents"
+    matrix: Matrix = NO_MATRIX
+    accept: Collection[str] = ()
+    migrations: Collection[str] = ()
+    required: Collection[str] = ()
+    on_world_size_change: OnWorldSizeChange = "error"
+
+    def __post_init__(self) -> None:
+        if self.fallback not in {"error", "previous"}:
+            raise ConfigError(f"fallback={self.fallback!r} is neither 'error' nor 'previous'")
+        if self.depth not in {"documents", "sample", "full"}:
+            raise ConfigError(f"depth={self.depth!r} is none of 'documents', 'sample', 'full'")
+        if self.on_world_size_change not in {"error", "reseed"}:
+            raise ConfigError(f"on_world_size_change={self.on_world_size_change!r} is neither 'error' nor 'reseed'")
+
+
+@dataclass(slots=True)
+class Resume:
+    """One resume of one rank. `run` is collective."""
+
+    store: Store
+    state: TrainState
+    exchange: Exchange
+    today: Description
+    options: ResumeOptions
+
+    def run(self) -> ResumeReport:
+        """Bring the state back.
+
+        Returns:
+            The report; `fresh` if nothing is committed yet.
+
+        Raises:
+            Incompatible: The checkpoint is not this run's, or not any more; lists every difference. Nothing was loaded.
+            IntegrityError, FormatError: It is damaged.
+            StateMismatch: It does not fit the objects of this state.
+            NotProved: The objects do not hold afterwards what was saved.
+            TxStoreError: Some rank failed, the same error on all ranks.
+        """
+        report = ResumeReport(store=self.store.url, world_size=self.exchange.world_size)
+        damaged: set[SlotName] = set()
+        while True:
+            with _timed(report, "choose"):
+                decision = self._decide(
+                    "choose", lambda: choose(self.store, self.options.checkpoint, frozenset(damaged))
+                )
+            if decision is None:
+                return report
+            try:
+                self._resume(decision, report)
+            except (IntegrityError, FormatError) as error:
+                if self.options.fallback == "error" or self.options.checkpoint is not None:
+                    raise
+                log.warning("%s is damaged, falling back to the one before: %s", decision.checkpoint, error)
+                damaged.add(SlotName(decision.checkpoint, decision.slot))
+                report.fell_back.append(FellBack(decision.checkpoint, str(error)))
+            else:
+                return report
+
+    def _resume(self, decision: Decision, report: ResumeReport) -> None:
+        exchange, place = self.exchange, (self.exchange.rank, self.exchange.world_size)
+        with _timed(report, "examine"):
+            manifest = self._decide("examine", lambda: examine(self.store, decision, self.options.depth))
+            metadata = self._attempt("index", lambda: self._metadata(decision, manifest))
+        with _timed(report, "judge"):
+            judgement = self._judge(manifest.description, metadata)
+            self._account_for_all(metadata)
+            python = self._attempt("python state", lambda: self.state.python_target(metadata, *place))
+            self._load(decision, python)
+            self._attempt(
+                "python state",
+                lambda: self.state.check(python, *place, on_world_size_change=self.options.on_world_size_change),
+            )
+        with _timed(report, "load"):
+            target = self._attempt("target", lambda: self.state.target(metadata, *place))
+            self._load(decision, target)
+        with _timed(report, "restore"):
+            applied = self._attempt(
+                "restore",
+                lambda: self.state.apply(target, *place, on_world_size_change=self.options.on_world_size_change),
+            )
+        with _timed(report, "validate"):
+            checks = self._attempt("validate", self.state.validate)
+            failed = [check for check in checks if check.ok is False]
+            error = (
+                NotProved("after the restore: " + "; ".join(f"{one.name}: {one.detail}" for one in failed))
+                if failed
+                else None
+            )
+            exchange.settle("validate", error.at_rank(exchange.rank) if error else None)
+        report.checkpoint, report.step = decision.checkpoint, applied.progress.global_step
+        report.slot, report.txn = decision.slot, decision.txn
+        report.saved_world_size = applied.saved_world_size
+        report.restored = dict(applied.restored)
+        report.checks = list(checks)
+        report.accepted, report.notes = list(judgement.record), list(judgement.notes)
+
+    def _attempt(self, phase: str, work: Callable[[], T]) -> T:
+        return self.exchange.attempt(phase, work, LoadError)
+
+    def _decide(self, phase: str, work: Callable[[], T]) -> T:
+        return self.exchange.decide(phase, work, LoadError)
+
+    def _metadata(self, decision: Decision, manifest: Manifest) -> Metadata:
+        index = read_index(self.store, decision, manifest)
+        return build_metadata(index, manifest.index.key)
+
+    def _judge(self, saved: Description, metadata: Metadata) -> Judgement:
+        """Compare before a byte is loaded; the tables of all ranks together are today's."""
+        mine = self._attempt("key table", self.state.key_table)
+        today: dict[str, TensorFact] = {}
+        for table in self.exchange.gather("key tables", mine):
+            today |= table
+
+        def decide() -> Judgement:
+            found = judge(
+                saved,
+                self.today,
+                _saved_table(metadata),
+                today,
+                self.options.matrix,
+                migrations=self.options.migrations,
+                accept=self.options.accept,
+                required=self.options.required,
+            )
+            found.raise_if_blocked()
+            return found
+
+        return self._attempt("judge", decide)
+
+    def _account_for_all(self, metadata: Metadata) -> None:
+        """Refuse to leave saved state behind."""
+        place = (self.exchange.rank, self.exchange.world_size)
+        mine = self._attempt("keys", lambda: self.state.expected_keys(metadata, *place))
+        left = unaccounted(metadata, self.exchange.gather("keys of all", mine))
+        if left:
+            raise StateMismatch(
+                f"{len(left)} saved keys have no place in this state: {', '.join(left[:10])}",
+                key=left[0],
+                next_step="build the state with all the pieces that were saved",
+            )
+
+    def _load(self, decision: Decision, target: dict[str, Any]) -> None:
+        """Load on all ranks; the commit that was chosen and no other."""
+
+        def load() -> None:
+            reader = StorageReader(self.store, strict=False)
+            try:
+                state_dict_loader.load(
+                    target,
+                    checkpoint_id=decision.checkpoint,
+                    storage_reader=reader,
+                    planner=StrictLoadPlanner(),
+                    process_group=self.exchange.group,
+                    no_dist=self.exchange.group is None,
+                )
+            except Exception as error:
+                raise cause_of(error, self.exchange.rank, decision.checkpoint) from error
+            if reader.decision is None or reader.decision.txn != decision.txn:
+                raise PlanMismatch(
+                    f"{decision.checkpoint} was committed again while it was being resumed",
+                    key=decision.checkpoint,
+                    next_step="resume again: the state now holds a mixture",
+                )
+
+        self._attempt("load", load)
+
+
+def _saved_table(metadata: Metadata) -> KeyTable:
+    return {
+        key: TensorFact(str(found.properties.dtype), tuple(found.size))
+        for key, found in metadata.state_dict_metadata.items()
+        if key.startswith(JUDGED) and isinstance(found, TensorStorageMetadata)
+    }
+
+
+@contextmanager
+def _timed(report: ResumeReport, phase: str) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        report.seconds[phase] = report.seconds.get(phase, 0.0) + time.monotonic() - started
