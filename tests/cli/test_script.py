@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import pty
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.terminals import on_terminal
 from txstore.cli.outcome import DAMAGED, NOT_FOUND, OK, STORE, UNEXPECTED, USAGE
 from txstore.decisions import read_manifest
 from txstore.memory import MemoryStore
@@ -182,22 +182,6 @@ def test_an_unreadable_shard_is_not_called_damaged(script, store: Store, root: P
     document = json.loads(done.out)
     assert document["state"] == "unreadable"
     assert [one["kind"] for one in document["checkpoints"][0]["problems"]] == ["unreadable"]
-
-
-def on_terminal(*args: str, columns: int = 200) -> tuple[int, str]:
-    """Run the script with a terminal as stdout and stderr; returns its exit code and everything it wrote."""
-    leader, follower = pty.openpty()
-    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "50"}
-    process = subprocess.Popen([SCRIPT, *args], stdin=follower, stdout=follower, stderr=follower, env=env)
-    os.close(follower)
-    seen = b""
-    try:
-        while chunk := os.read(leader, 65536):
-            seen += chunk
-    except OSError:
-        pass  # EIO: the other end is closed
-    os.close(leader)
-    return process.wait(timeout=30), seen.decode()
 
 
 def test_a_terminal_gets_rich_tables_and_no_raw_control_of_others(store: Store, url: str) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
 from typing import Annotated
 
 import typer
 
 import txstore
 from txstore.cli import listing
-from txstore.cli.outcome import run
+from txstore.cli.outcome import run, run_without_store
 from txstore.errors import ConfigError
 from txstore.keys import check_checkpoint
 from txstore.ops.report import SAMPLE_BLOCKS, Depth
+from txstore.ops.timeline import MOST_BUFFERS, Plan, WhenBusy
 
 EXIT_CODES = """\b
 Exit codes:
@@ -142,6 +145,48 @@ def probe(url: Url, *, as_json: AsJson = False) -> None:
     from txstore.cli import probing  # noqa: PLC0415 - `ls` must not pay for it
 
     run(url, lambda store: probing.run_probe(store, url), as_json=as_json)
+
+
+def _duration(text: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(metavar="MS", help=f"{text}, in milliseconds.")
+    return option
+
+
+@app.command(epilog=EXIT_CODES)
+def timeline(
+    *,
+    steps: Annotated[int, typer.Option(min=1, max=10**9, metavar="N", help="Steps of training.")] = 4,
+    step_ms: Annotated[str, _duration("One step")] = "10",
+    save_every: Annotated[int, typer.Option(min=1, metavar="N", help="A save after every so many steps.")] = 2,
+    copy_ms: Annotated[str, _duration("The copy, for which training stands still")] = "2",
+    write_ms: Annotated[str, _duration("Write and commit, in the background")] = "12",
+    buffers: Annotated[int, typer.Option(min=1, max=MOST_BUFFERS, metavar="N", help="Copies that fit in memory.")] = 1,
+    when_busy: Annotated[WhenBusy, typer.Option(help="What a save does if no buffer is free.")] = "wait",
+    as_json: AsJson = False,
+) -> None:
+    """Draw when training stands still and when its saves are committed; needs no store."""
+    from txstore.cli import drawing  # noqa: PLC0415 - `ls` must not pay for it
+
+    try:
+        plan = Plan(
+            steps=steps,
+            step_ms=_milliseconds("--step-ms", step_ms),
+            save_every=save_every,
+            copy_ms=_milliseconds("--copy-ms", copy_ms),
+            write_ms=_milliseconds("--write-ms", write_ms),
+            buffers=buffers,
+            when_busy=when_busy,
+        )
+    except ConfigError as error:
+        raise typer.BadParameter(error.message) from error
+    run_without_store(lambda: drawing.timeline(plan), as_json=as_json)
+
+
+def _milliseconds(option: str, text: str) -> Fraction:
+    """A decimal number, exactly: a float would bring noise into a schedule that people check by hand."""
+    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,6})?", text):
+        raise typer.BadParameter(f"{option} {text!r} is no number of milliseconds, such as 12 or 0.5")
+    return Fraction(text)
 
 
 def _checked(checkpoint: str | None) -> str | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, TextIO, TypeGuard
 
-from txstore.cli.render import Table, render
+from txstore.cli.render import Part, render
 from txstore.errors import (
     AccessDeniedError,
     CheckpointNotFound,
@@ -46,25 +46,34 @@ class Outcome:
 
     Attributes:
         code: Exit code.
-        document: For ``--json``; `version` and `url` are added.
-        text: For people: lines and tables, in order.
+        document: For ``--json``; `version` and, of a store, `url` are added.
+        text: For people: lines, tables and charts, in order.
         notes: Lines for stderr.
     """
 
     code: int
     document: dict[str, object]
-    text: tuple[str | Table, ...] = ()
+    text: tuple[Part, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def run(url: str, action: Callable[[Store], Outcome], *, as_json: bool) -> NoReturn:
-    """Open the store, act, print the answer, exit.
+    """Open the store, act, print the answer, exit."""
+
+    def on_store() -> Outcome:
+        with RetryingStore(open_store(url), RETRY) as store:
+            return action(store)
+
+    run_without_store(on_store, url, as_json=as_json)
+
+
+def run_without_store(action: Callable[[], Outcome], url: str = "", *, as_json: bool) -> NoReturn:
+    """Act, print the answer, exit; `url` is what must be redacted, and "" of a command that has no store.
 
     Every end is one line of text: no traceback reaches the user unless ``TXSTORE_DEBUG`` is set.
     """
     try:
-        with RetryingStore(open_store(url), RETRY) as store:
-            outcome = action(store)
+        outcome = action()
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - the outermost handler: any error becomes a message and a code
@@ -92,7 +101,8 @@ def _answer(outcome: Outcome, url: str, *, as_json: bool) -> None:
     if not _is_open(sys.stdout):
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     if as_json:
-        document = {"version": JSON_VERSION, "url": redact(url), **outcome.document}
+        of_store = {"url": redact(url)} if url else {}
+        document = {"version": JSON_VERSION, **of_store, **outcome.document}
         # json escapes whatever is not printable ASCII: nothing in a name can reach a terminal raw.
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:

@@ -20,14 +20,33 @@ class Table:
     right: frozenset[str] = frozenset()
 
 
-def render(parts: Sequence[str | Table]) -> None:
-    """Write lines and tables to stdout. Control characters are escaped here, whatever the caller did."""
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Rows of a label and one character a cell; `styles` colours characters where there are colours."""
+
+    rows: tuple[tuple[str, str], ...]
+    styles: dict[str, str]
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The rows with labels of one width."""
+        width = max(len(label) for label, _ in self.rows) + 2
+        return [(label.ljust(width), cells) for label, cells in self.rows]
+
+
+Part = str | Table | Chart
+
+
+def render(parts: Sequence[Part]) -> None:
+    """Write lines, tables and charts to stdout. Control characters are escaped here, whatever the caller did."""
     if sys.stdout.isatty():
         _render_rich(parts)
         return
     lines: list[str] = []
     for part in parts:
-        lines += [printable(part)] if isinstance(part, str) else _aligned(part)
+        if isinstance(part, Chart):
+            lines += [f"{label}{cells}".rstrip() for label, cells in part.lines()]
+        else:
+            lines += [printable(part)] if isinstance(part, str) else _aligned(part)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
@@ -44,7 +63,7 @@ def _aligned(table: Table) -> list[str]:
     ]
 
 
-def _render_rich(parts: Sequence[str | Table]) -> None:
+def _render_rich(parts: Sequence[Part]) -> None:
     from rich import box  # noqa: PLC0415 - piped and JSON output must not pay for rich
     from rich.console import Console  # noqa: PLC0415 - as above
     from rich.table import Table as RichTable  # noqa: PLC0415 - as above
@@ -54,6 +73,11 @@ def _render_rich(parts: Sequence[str | Table]) -> None:
     for part in parts:
         if isinstance(part, str):
             console.print(Text(printable(part)), soft_wrap=True)
+            continue
+        if isinstance(part, Chart):
+            for label, cells in part.lines():
+                coloured = [(cell, part.styles.get(cell, "")) for cell in cells]
+                console.print(Text.assemble(label, *coloured), soft_wrap=True)
             continue
         shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in part.columns:
