@@ -19,8 +19,11 @@ from msgspec import Struct
 from txstore.errors import (
     CheckpointNotFound,
     CheckpointRetired,
+    DeadlineExceeded,
     FormatError,
+    Incompatible,
     IntegrityError,
+    NotProved,
     StateMismatch,
     StoreError,
     TxStoreError,
@@ -250,8 +253,21 @@ class Proved(_Event, frozen=True, kw_only=True):
     reprocessed_samples: int | None = None
 
 
+class StepRecorded(_Event, frozen=True, kw_only=True):
+    """Training has finished `step`.
+
+    Attributes:
+        loss: What the loop recorded; in a log null if it is not finite.
+        consumed_samples: Samples of all ranks since the beginning of the run, this step's included.
+    """
+
+    loss: float | None
+    consumed_samples: int
+
+
 Event = (
-    SaveRequested
+    StepRecorded
+    | SaveRequested
     | SaveSkipped
     | Staged
     | Written
@@ -308,13 +324,16 @@ _REASONS: tuple[tuple[type[TxStoreError], RestoreReason], ...] = (
     (StateMismatch, "mismatch"),
     (IntegrityError, "integrity"),
     (FormatError, "format"),
+    (Incompatible, "incompatible"),
+    (NotProved, "validation"),
     (UnsafeObject, "unsafe"),
+    (DeadlineExceeded, "deadline"),
     (StoreError, "store"),
 )
 
 
 def restore_reason(error: BaseException) -> RestoreReason:
-    """The reason that an error of a load amounts to; the judgement, the proof and deadlines name theirs themselves."""
+    """The reason that an error of a resume amounts to."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "other")
 
 

@@ -83,7 +83,6 @@ def events(path: pathlib.Path, error: TxStoreError) -> None:
     tell(SaveFailed(at_s=0.0, rank=0, world_size=1, checkpoint="", step=None, phase="copy", consecutive=1, **facts))
     known: list[Event] = [event for event in read_events(path) if not isinstance(event, UnknownEvent)]
     port: int = metrics.serve()
-    metrics.progress(5)
     metrics.close(remove_textfile=False)
     print(known, port, restore_reason(error))
     SaveSkipped(at_s=0.0, rank=0, world_size=1, checkpoint="", step=1, reason="tired")  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def test_every_event_is_read_as_it_was_written(path: Path, kind: type) -> None:
 
 def test_every_event_is_in_the_union_and_has_a_name_of_its_own() -> None:
     assert set(KINDS) == set(events._Event.__subclasses__())
-    assert len(EVENT_NAMES) == len(KINDS) == 12
+    assert len(EVENT_NAMES) == len(KINDS) == 13
 
 
 def test_events_are_values() -> None:

@@ -34,6 +34,7 @@ from txstore.events import (
     SaveSkipped,
     SkipReason,
     Staged,
+    StepRecorded,
     Verified,
     Written,
 )
@@ -68,6 +69,10 @@ BEYOND = {
 
 def at(step: int, at_s: float = 1000.0) -> dict:
     return {"at_s": at_s, "rank": 0, "world_size": 4, "checkpoint": f"step-{step}", "step": step}
+
+
+def stepped(step: int) -> StepRecorded:
+    return StepRecorded(**at(step), loss=1.0, consumed_samples=8 * step)
 
 
 def requested(step: int, at_s: float = 1000.0) -> SaveRequested:
@@ -280,12 +285,12 @@ def test_failures_of_a_resume(metrics: Metrics) -> None:
     assert value(metrics, "checkpoint_checksum_failures_total") == 1
 
 
-def test_progress_moves_the_step_between_saves(metrics: Metrics) -> None:
+def test_a_recorded_step_moves_the_step_between_saves(metrics: Metrics) -> None:
     metrics(requested(100))
-    metrics.progress(150)
+    metrics(stepped(150))
     assert value(metrics, "training_step") == 150
     metrics(requested(150))
-    metrics.progress(120)  # a rewound run
+    metrics(stepped(120))  # a rewound run
     assert value(metrics, "training_step") == 120
 
 
@@ -312,7 +317,7 @@ def test_threads_lose_nothing(metrics: Metrics) -> None:
     def count() -> None:
         for step in range(300):
             metrics(Written(**at(step), bytes=1, plan_s=0.0, write_s=0.0))
-            metrics.progress(step)
+            metrics(stepped(step))
 
     threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
@@ -375,7 +380,7 @@ def test_metrics_over_http_until_closed() -> None:
         metrics(committed(42))
         url = f"http://127.0.0.1:{port}/metrics"
         assert read(url)["checkpoint_last_committed_step"] == 42
-        metrics.progress(43)
+        metrics(stepped(43))
         assert read(url)["training_step"] == 43
         with pytest.raises(OSError, match="in use"):
             metrics.serve(port)
@@ -409,10 +414,10 @@ def test_a_text_file_follows_the_events(tmp_path: Path) -> None:
 def test_progress_does_not_write_at_every_step(tmp_path: Path) -> None:
     path = tmp_path / "run.prom"
     slow = Metrics(textfile=path, textfile_every_s=3600.0)
-    slow.progress(5)
+    slow(stepped(5))
     assert parsed(path)["training_step"] == 0
     eager = Metrics(textfile=path, textfile_every_s=0.0)
-    eager.progress(6)
+    eager(stepped(6))
     assert parsed(path)["training_step"] == 6
 
 
@@ -424,7 +429,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 
     def write() -> None:
         for step in range(300):
-            metrics.progress(step)
+            metrics(stepped(step))
         done.set()
 
     writer = threading.Thread(target=write)
@@ -440,14 +445,14 @@ def test_the_text_file_of_a_run_that_ended_well_is_removed(tmp_path: Path) -> No
         metrics(committed(7))
     assert not path.exists()
     metrics(committed(8))
-    metrics.progress(9)
+    metrics(stepped(9))
     assert not path.exists()
 
 
 def test_the_text_file_of_a_run_that_failed_stays(tmp_path: Path) -> None:
     path = tmp_path / "run.prom"
     with pytest.raises(ValueError, match="boom"), Metrics(textfile=path, textfile_every_s=3600.0) as metrics:
-        metrics.progress(9)
+        metrics(stepped(9))
         raise ValueError("boom")
     assert parsed(path)["training_step"] == 9
 
@@ -456,11 +461,11 @@ def test_a_text_file_that_cannot_be_written_stops_no_training(tmp_path: Path, ca
     folder = tmp_path / "absent"
     with caplog.at_level(logging.DEBUG, "txstore.metrics"):
         metrics = Metrics(textfile=folder / "run.prom", textfile_every_s=0.0)
-        metrics.progress(1)
+        metrics(stepped(1))
         Observers(metrics)(committed(1))
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.DEBUG, logging.DEBUG]
     folder.mkdir()
-    metrics.progress(2)
+    metrics(stepped(2))
     assert parsed(folder / "run.prom")["training_step"] == 2
 
 

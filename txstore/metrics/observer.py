@@ -23,6 +23,7 @@ from txstore.events import (
     SaveRequested,
     SaveSkipped,
     Staged,
+    StepRecorded,
     Verified,
     Written,
 )
@@ -51,7 +52,7 @@ class Metrics:
             write text files, or several runs share a registry's scrape.
         verified_by: Depths of verification that count for the verified step.
         textfile: Written again after every event, for node_exporter's textfile collector; must end in ``.prom``.
-        textfile_every_s: `progress` alone writes the file at most this often, in seconds.
+        textfile_every_s: A recorded step alone writes the file at most this often, in seconds.
 
     Raises:
         ConfigError: prometheus_client is not installed, a label or the file's name is wrong, or the registry has
@@ -91,21 +92,13 @@ class Metrics:
             self._on_save(event)
             self._on_resume(event)
             self._publish()
-            self._refresh(every_s=0.0)
-
-    def progress(self, step: int) -> None:
-        """Training has finished `step`: call it from the loop.
-
-        Without it the step is known at save requests only, and the distance is told too short by up to one interval.
-        """
-        with self._lock:
-            self._standing.training_step = step
-            self._publish()
-            self._refresh(every_s=self._textfile_every_s)
+            self._refresh(every_s=self._textfile_every_s if isinstance(event, StepRecorded) else 0.0)
 
     def _on_save(self, event: Event) -> None:
         m, at = self._instruments, self._standing
         match event:
+            case StepRecorded():
+                at.training_step = event.step or 0
             case SaveRequested():
                 at.requested(event)
             case SaveSkipped():
@@ -219,7 +212,7 @@ class Metrics:
         try:
             write_to_textfile(path, self.registry)
         except OSError as error:
-            # `progress` is called by the training loop itself: a full disk must not end the run.
+            # Events come from the training loop, too: a full disk must not end the run.
             log.log(logging.DEBUG if self._told else logging.WARNING, "metrics were not written: %s", describe(error))
             self._told = True
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch.distributed as dist
 from msgspec.structs import replace
@@ -13,7 +14,16 @@ from msgspec.structs import replace
 from txstore.dcp.boundary import connect
 from txstore.dcp.snapshot import Snapshot, SnapshotBuffers, estimate_bytes
 from txstore.dcp.writer import StorageWriter
-from txstore.errors import ConfigError, PlanMismatch, SaveError, SnapshotTooLarge, TransactionStateError, TxStoreError
+from txstore.errors import (
+    ConfigError,
+    NotProved,
+    PlanMismatch,
+    SaveError,
+    SnapshotTooLarge,
+    TransactionStateError,
+    TxStoreError,
+)
+from txstore.events import Observer, SavePhase
 from txstore.manifest import Decision, Description
 from txstore.retry import RetryPolicy
 from txstore.store import Store
@@ -28,8 +38,11 @@ from txstore.train.report import ResumeReport
 from txstore.train.resume import Resume, ResumeOptions
 from txstore.train.saves import BackgroundSaves, Request, SaveHandle
 from txstore.train.state import Captured, TrainState
+from txstore.train.telling import Teller
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
@@ -58,6 +71,7 @@ class Checkpointer:
         overwrite: As for `StorageWriter`.
         retry: Attempts and deadlines of store operations.
         process_group: The ranks; the default group if None. Two gloo groups of the checkpointer's own are made.
+        observers: Who is told every event: metrics, an event log, a function of your own.
         own_groups: Two gloo groups for this checkpointer and nothing else, instead of new ones.
         options: Passed to the backend.
     """
@@ -72,6 +86,7 @@ class Checkpointer:
         proof: ProofPolicy | None = None,
         overwrite: bool = False,
         retry: RetryPolicy | None = None,
+        observers: Iterable[Observer] = (),
         process_group: dist.ProcessGroup | None = None,
         own_groups: Groups | None = None,
         **options: object,
@@ -86,7 +101,8 @@ class Checkpointer:
         self._front = Exchange("training thread", 1.5 * self.policy.deadline_s, process_group, own=front)
         self._back = Exchange("background saves", self.policy.deadline_s, process_group, own=back)
         self._ledger = Ledger(self.policy, self._front, self.store, self._writer.abandon)
-        self._saves = BackgroundSaves(self._writer, self._back, self._ended)
+        self._teller = Teller(observers, self._front.rank, self._front.world_size)
+        self._saves = BackgroundSaves(self._writer, self._back, self._teller.ended)
         self._buffers = [SnapshotBuffers() for _ in range(self.policy.max_in_flight)]
         self._proof_policy = proof or ProofPolicy()
         self._proof: ProofWatch | None = None
@@ -112,7 +128,8 @@ class Checkpointer:
         requested_s = time.monotonic()
         at = self.state.progress.global_step
         handle = SaveHandle(f"step-{at}", at)
-        skipped = self._ledger.make_room(handle.checkpoint)
+        self._teller.requested(handle, self.policy.when_busy)
+        skipped = self._told(handle, "wait", lambda: self._ledger.make_room(handle.checkpoint))
         if step not in {None, at}:
             raise ConfigError(
                 f"save({step}), but state.progress.global_step is {at}",
@@ -120,29 +137,43 @@ class Checkpointer:
             )
         if skipped is not None:
             log.warning("skipped the save of %s: %s", handle.checkpoint, skipped)
+            self._teller.skipped(handle, skipped)
             return SaveHandle(handle.checkpoint, at, skipped=skipped)
-        captured, snapshot = self._stage()
+        waited_s = time.monotonic() - requested_s
+        captured, snapshot, capture_s = self._told(handle, "capture", self._stage)
         handle.staged.set_result(None)
         request = Request(
             handle=handle,
             snapshot=snapshot,
             description=replace(self.description, progress=captured.progress),
             requested_s=requested_s,
+            waited_s=waited_s,
             staged_s=time.monotonic(),
         )
+        self._teller.staged(request, capture_s)
         self._ledger.add(request)
         self._saves.submit(request)
         return handle
 
-    def _stage(self) -> tuple[Captured, Snapshot]:
-        """Capture and copy the state, on all ranks or on none."""
+    def _told(self, handle: SaveHandle, phase: SavePhase, work: Callable[[], T]) -> T:
+        """Do `work`; tell the observers if it fails."""
+        try:
+            return work()
+        except TxStoreError as error:
+            self._teller.refused(handle, phase, error)
+            raise
+
+    def _stage(self) -> tuple[Captured, Snapshot, float]:
+        """Capture and copy the state, on all ranks or on none; also how long the capture took, in seconds."""
         taken: list[Snapshot] = []
 
-        def take() -> tuple[Captured, Snapshot]:
+        def take() -> tuple[Captured, Snapshot, float]:
+            started_s = time.monotonic()
             captured = self.state.capture(self._front.rank, self._front.world_size)
+            capture_s = time.monotonic() - started_s
             self._check_size(captured)
             taken.append(self._buffers[0].stage(captured.state))
-            return captured, taken[0]
+            return captured, taken[0], capture_s
 
         found, error = typed(take, "snapshot", self._front.rank, SaveError)
         try:
@@ -180,7 +211,9 @@ class Checkpointer:
         """
         self._check_open()
         self._ledger.wait_for_all()
-        report = Resume(self.store, self.state, self._front, self.description, options or ResumeOptions()).run()
+        report = Resume(
+            self.store, self.state, self._front, self.description, options or ResumeOptions(), self._teller
+        ).run()
         if not report.fresh:
             self.description = replace(self.description, accepted=tuple(report.accepted))
             self._proof = ProofWatch(report, tuple(self.state.history), self._proof_policy, self.state.expected_batch)
@@ -218,9 +251,21 @@ class Checkpointer:
             consumed_samples=progress.consumed_samples,
         )
         self.state.history.add(record)
-        if self._proof is not None and not self._proof.done:
-            self._proof.see(record)
+        self._teller.step(record)
+        if self._proof is not None:
+            self._watch(self._proof, record)
         return record
+
+    def _watch(self, proof: ProofWatch, record: StepRecord) -> None:
+        try:
+            proof.see(record)
+        except NotProved:
+            self._proof = None
+            self._teller.proved(proof.report)
+            raise
+        if proof.done:
+            self._proof = None
+            self._teller.proved(proof.report)
 
     def wait(self) -> list[Decision]:
         """Wait until all saves have ended; the decisions of those that this call accounted for.
@@ -271,9 +316,6 @@ class Checkpointer:
             raise TransactionStateError("this checkpointer is closed")
         if self._ledger.stuck is not None:
             raise self._ledger.stuck
-
-    def _ended(self, request: Request) -> None:
-        """On the background thread, after each save."""
 
 
 def _refuse_unequal(digests: list[dict[str, str]]) -> None:

@@ -9,8 +9,7 @@ from txstore.decisions import read_manifest
 from txstore.errors import CheckpointNotFound, CheckpointRetired, IntegrityError, LoadError
 from txstore.keys import SlotName
 from txstore.manifest import Decision, Manifest
-from txstore.ops.report import Depth
-from txstore.ops.verify import verify
+from txstore.ops.report import Report
 from txstore.store import Store
 
 
@@ -40,15 +39,15 @@ def choose(store: Store, checkpoint: str | None, damaged: Collection[SlotName] =
     return left[-1]
 
 
-def examine(store: Store, decision: Decision, depth: Depth) -> Manifest:
-    """Verify a commit to a depth and return its manifest.
+def examined(store: Store, found: Report) -> Manifest:
+    """The manifest of a commit that was found sound.
 
     Raises:
         IntegrityError: It is damaged; names every object.
         CheckpointRetired: Retention is removing it.
         LoadError: An object cannot be read.
     """
-    found = verify(store, decision, depth=depth)
+    decision = found.decision
     if found.state == "retired":
         raise CheckpointRetired(f"checkpoint {decision.checkpoint} was removed by retention", key=decision.checkpoint)
     if found.problems:

@@ -26,7 +26,7 @@ class ProofWatch:
     def __init__(
         self, report: ResumeReport, window: Sequence[StepRecord], policy: ProofPolicy, expected_batch: str | None
     ) -> None:
-        self._report = report
+        self.report = report
         self._window = tuple(window)
         self._policy = policy
         self._expected = expected_batch
@@ -46,16 +46,16 @@ class ProofWatch:
         first = self._seen == 0
         self._seen += 1
         checks = check_step(self._window, record, self._policy, expected_batch=self._expected, first=first)
-        self._report.checks += checks
+        self.report.checks += checks
         if first:
-            self._report.loss_delta = loss_delta(self._window, record)
+            self.report.loss_delta = loss_delta(self._window, record)
         failed = [check for check in checks if check.ok is False]
         if not failed:
             return
         error = NotProved(
-            f"step {record.step}, {self._seen} after the resume from {self._report.checkpoint}: "
+            f"step {record.step}, {self._seen} after the resume from {self.report.checkpoint}: "
             + "; ".join(f"{check.name}: {check.detail}" for check in failed),
-            key=self._report.checkpoint,
+            key=self.report.checkpoint,
             next_step="do not train on: compare with the log of the run before, or widen ProofPolicy if this is usual",
         )
         if self._policy.on_failure == "raise":

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from txstore.compat.judgement import NO_MATRIX, Judgement, judge
 from txstore.compat.key_tables import KeyTable, TensorFact
@@ -30,17 +32,20 @@ from txstore.errors import (
     NotProved,
     PlanMismatch,
     StateMismatch,
+    TxStoreError,
 )
 from txstore.keys import SlotName
 from txstore.manifest import Decision, Description, Manifest
 from txstore.ops.report import Depth
+from txstore.ops.verify import verify
 from txstore.store import Store
-from txstore.train.choice import choose, examine
+from txstore.train.choice import choose, examined
 from txstore.train.exchange import Exchange
 from txstore.train.piece import OnWorldSizeChange
 from txstore.train.report import FellBack, ResumeReport
 from txstore.train.saves import cause_of
 from txstore.train.state import TrainState, unaccounted
+from txstore.train.telling import Teller
 
 T = TypeVar("T")
 
@@ -93,6 +98,7 @@ class Resume:
     exchange: Exchange
     today: Description
     options: ResumeOptions
+    teller: Teller
 
     def run(self) -> ResumeReport:
         """Bring the state back.
@@ -108,29 +114,41 @@ class Resume:
             TxStoreError: Some rank failed, the same error on all ranks.
         """
         report = ResumeReport(store=self.store.url, world_size=self.exchange.world_size)
-        damaged: set[SlotName] = set()
+        damaged: dict[SlotName, TxStoreError] = {}
         while True:
-            with _timed(report, "choose"):
-                decision = self._decide(
-                    "choose", lambda: choose(self.store, self.options.checkpoint, frozenset(damaged))
-                )
+            decision = self._choose(report, damaged)
             if decision is None:
                 return report
             try:
                 self._resume(decision, report)
-            except (IntegrityError, FormatError) as error:
-                if self.options.fallback == "error" or self.options.checkpoint is not None:
+                return report
+            except TxStoreError as error:
+                self.teller.not_restored(decision, error)
+                may_fall_back = self.options.fallback == "previous" and self.options.checkpoint is None
+                if not (may_fall_back and isinstance(error, IntegrityError | FormatError)):
                     raise
                 log.warning("%s is damaged, falling back to the one before: %s", decision.checkpoint, error)
-                damaged.add(SlotName(decision.checkpoint, decision.slot))
+                damaged[SlotName(decision.checkpoint, decision.slot)] = error
                 report.fell_back.append(FellBack(decision.checkpoint, str(error)))
-            else:
-                return report
+
+    def _choose(self, report: ResumeReport, damaged: Mapping[SlotName, TxStoreError]) -> Decision | None:
+        try:
+            with _timed(report, "choose"):
+                decision = self._decide(
+                    "choose", lambda: choose(self.store, self.options.checkpoint, frozenset(damaged))
+                )
+        except TxStoreError as error:
+            self.teller.not_restored(None, error)
+            raise
+        if damaged and decision is not None:
+            name, damage = list(damaged.items())[-1]
+            self.teller.fell_back(decision, name.checkpoint, damage)
+        return decision
 
     def _resume(self, decision: Decision, report: ResumeReport) -> None:
         exchange, place = self.exchange, (self.exchange.rank, self.exchange.world_size)
         with _timed(report, "examine"):
-            manifest = self._decide("examine", lambda: examine(self.store, decision, self.options.depth))
+            manifest = self._decide("examine", lambda: self._examine(decision))
             metadata = self._attempt("index", lambda: self._metadata(decision, manifest))
         with _timed(report, "judge"):
             judgement = self._judge(manifest.description, metadata)
@@ -164,6 +182,13 @@ class Resume:
         report.restored = dict(applied.restored)
         report.checks = list(checks)
         report.accepted, report.notes = list(judgement.record), list(judgement.notes)
+        self.teller.restored(report, sum(_local_bytes(tensor) for tensor in target.values()))
+
+    def _examine(self, decision: Decision) -> Manifest:
+        started_s = time.monotonic()
+        found = verify(self.store, decision, depth=self.options.depth)
+        self.teller.verified(found, time.monotonic() - started_s)
+        return examined(self.store, found)
 
     def _attempt(self, phase: str, work: Callable[[], T]) -> T:
         return self.exchange.attempt(phase, work, LoadError)
@@ -234,6 +259,10 @@ class Resume:
                 )
 
         self._attempt("load", load)
+
+
+def _local_bytes(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
 def _saved_table(metadata: Metadata) -> KeyTable:

@@ -16,8 +16,9 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from txstore.dcp.snapshot import Snapshot
-from txstore.dcp.writer import StorageWriter
+from txstore.dcp.writer import Phase, StorageWriter
 from txstore.errors import DeadlineExceeded, SaveError, TxStoreError, describe
+from txstore.events import SavePhase
 from txstore.manifest import Decision, Description
 from txstore.retry import RetryingStore
 from txstore.train.exchange import Exchange
@@ -58,14 +59,29 @@ class Request:
     snapshot: Snapshot
     description: Description
     requested_s: float
+    waited_s: float
     staged_s: float
     begun_s: float | None = None
+    reached_s: dict[Phase, float] = field(default_factory=dict)
+    written_bytes: int = 0
     ended_s: float | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     error: TxStoreError | None = None
 
+    def reach(self, phase: Phase, nbytes: int) -> None:
+        """Note that a phase has begun on this rank."""
+        self.reached_s[phase] = time.monotonic()
+        if phase == "written":
+            self.written_bytes = nbytes
 
-Ended = Callable[[Request], None]
+    @property
+    def phase(self) -> SavePhase:
+        """Where the save is, or was when it ended."""
+        last = next(reversed(self.reached_s), None)
+        return "wait" if last is None else "commit" if last == "written" else last
+
+
+Ended = Callable[[Request, Decision | None], None]
 
 
 class BackgroundSaves:
@@ -105,7 +121,7 @@ class BackgroundSaves:
             decision = self._save(request)
             request.snapshot.release()
             request.ended_s = time.monotonic()
-            self._ended(request)
+            self._ended(request, decision)
             if request.error is None and decision is not None:
                 request.handle.committed.set_result(decision)
             else:
@@ -117,6 +133,7 @@ class BackgroundSaves:
         error: TxStoreError | None = None
         name = request.handle.checkpoint
         self._writer.description = request.description
+        self._writer.on_phase = request.reach
         try:
             state_dict_saver.save(
                 request.snapshot.state_dict,
