@@ -365,6 +365,10 @@ CHANGES = {
     "staged": lambda root: ((root / "train.py").write_text("lr = 3\n"), git(root, "add", "-A")),
     "renamed": lambda root: git(root, "mv", "train.py", "trainer.py"),
     "executable": lambda root: (root / "train.py").chmod(0o755),
+    "edited-and-executable": lambda root: (
+        (root / "train.py").write_text("lr = 2\n"),
+        (root / "train.py").chmod(0o755),
+    ),
     "link": lambda root: ((root / "train.py").unlink(), (root / "train.py").symlink_to("pkg/model.py")),
     "broken-link": lambda root: (root / "data").symlink_to("nowhere"),
 }

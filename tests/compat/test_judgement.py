@@ -312,6 +312,15 @@ def test_the_matrix_allows_exactly_what_is_verified(today: Description, allowed:
         assert all(one.by.endswith(": verified") for one in judgement.differences)
 
 
+def test_the_class_is_that_of_the_whole_change() -> None:
+    judgement = told(today=topology(dp=6, tp=16, world=96))
+    assert [(one.name, one.change_class) for one in judgement.blocking] == [("dp", 2), ("tp", 2)]
+
+
+def test_an_entry_is_about_both_sides() -> None:
+    assert not told(saved=topology(dp=7, world=56), today=topology(dp=6, world=48), matrix=MATRIX).allowed
+
+
 def test_the_matrix_has_a_direction() -> None:
     assert not told(saved=topology(dp=6, world=48), today=SAVED, matrix=MATRIX).allowed
 
@@ -377,6 +386,8 @@ def test_every_difference_is_listed_never_only_the_first() -> None:
     message = str(caught.value)
     assert message.startswith("602 differences")
     assert all(message.count(f"{kind} {name}: ") == 1 for name in saved for kind in ("dtype", "shape"))
+    assert message.count("migration") == 1
+    assert "for these 601, next: a migration" in message
 
 
 def test_the_error_travels_between_ranks_with_all_it_knows() -> None:

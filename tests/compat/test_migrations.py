@@ -136,6 +136,14 @@ def test_a_migration_that_is_used_up_is_not_asked_and_not_recorded() -> None:
     assert "migration 'once' had nothing to migrate" in judgement.notes
 
 
+def test_what_is_accepted_by_name_needs_no_migration() -> None:
+    register(fingerprints=["training_config"])
+    sides = [Description(fingerprints={"training_config": value}) for value in ("sha256:1", "sha256:2")]
+    assert judge(*sides, {}, {}, migrations=["m"]).record == ("migration m",)
+    judgement = judge(*sides, {}, {}, migrations=["m"], accept={"fingerprint:training_config"})
+    assert judgement.record == ("fingerprint training_config: saved sha256:1, now sha256:2",)
+
+
 BROKEN = {
     "raises": (lambda saved, today: 1 / 0, "failed: ZeroDivisionError"),
     "returns-nothing": (lambda saved, today: None, "returned NoneType"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from txstore.compat.differences import (
     Difference,
@@ -84,10 +85,14 @@ class Judgement:
         """The whole judgement as plain text, what blocks first."""
         told = [f"hint: {hint}" for hint in self.hints]
         for verdict in ORDER:
-            for one in self.differences:
-                if one.verdict == verdict:
-                    why = one.by or one.next_step
-                    told.append(f"{verdict}: {one}" + (f" [{why}]" if why else ""))
+            ours = [one for one in self.differences if one.verdict == verdict]
+            for why, group in groupby(ours, lambda one: one.by or one.next_step):
+                lines = [f"{verdict}: {one}" for one in group]
+                if why:
+                    # Said once for a thousand keys: else the message is mostly this.
+                    which = "" if len(lines) == 1 else f"for these {len(lines)}, "
+                    lines.append(f"  {which}{'next' if verdict == 'blocked' else 'by'}: {why}")
+                told += lines
         told += [f"note: {remark}" for remark in self.remarks]
         if self.matrix_entry:
             told += ["the entry for the matrix, for when a drill has passed:", *self.matrix_entry.splitlines()]

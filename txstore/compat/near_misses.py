@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection
 
@@ -16,18 +18,19 @@ WRAPPERS = {
 }
 """Segments that wrappers put into the names of parameters, and whose they are."""
 
-_SAMPLE = 200
+_SAMPLE = 50
 """Missing keys from which other prefixes are guessed; how many keys each explains is then counted exactly."""
 
 _EMBEDDING = re.compile(r"embed|wte|lm_head|vocab|tok_|word|output|shared|decoder\.(weight|bias)", re.IGNORECASE)
 
 
 def near_misses(missing: Collection[str], unexpected: Collection[str]) -> list[str]:
-    """What would explain the missing keys, one sentence a cause, the cause of most keys first."""
-    left, hints = _wrappers(set(missing), set(unexpected))
-    return [f"{_share(count, len(missing))} {text}" for count, text in sorted(hints, key=lambda hint: -hint[0])] + [
-        f"{_share(count, len(missing))} {text}" for count, text in _prefixes(left, set(unexpected))
-    ]
+    """What would explain the missing keys, one sentence a cause, wrappers first."""
+    missing_left, unexpected_left, wrapped = _wrappers(set(missing), set(unexpected))
+    hints = sorted(wrapped, key=lambda hint: -hint[0])
+    if missing_left and unexpected_left:
+        hints += _prefixes(missing_left, unexpected_left)
+    return [f"{_share(count, len(missing))} {text}" for count, text in hints]
 
 
 def _share(count: int, total: int) -> str:
@@ -36,7 +39,8 @@ def _share(count: int, total: int) -> str:
     return f"{count} of {total} missing keys exist{'s' if count == 1 else ''}"
 
 
-def _wrappers(missing: set[str], unexpected: set[str]) -> tuple[set[str], list[tuple[int, str]]]:
+def _wrappers(missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str], list[tuple[int, str]]]:
+    """The keys that no wrapper explains, and what wrappers explain."""
     bare: dict[str, list[str]] = {}
     for name in unexpected:
         bare.setdefault(_unwrapped(name), []).append(name)
@@ -47,13 +51,13 @@ def _wrappers(missing: set[str], unexpected: set[str]) -> tuple[set[str], list[t
         if len(twins) == 1 and _segments(twins[0]) != _segments(name):  # of two twins neither is the one
             mine, theirs = _segments(name), _segments(twins[0])
             counts[tuple((theirs - mine).elements()), tuple((mine - theirs).elements())] += 1
-            explained.add(name)
+            explained |= {name, twins[0]}
     hints = []
     for (extra, lacking), count in counts.items():
         parts = [_with(extra, "with")] if extra else []
         parts += [_with(lacking, "without")] if lacking else []
         hints.append((count, f"in the checkpoint {' and '.join(parts)}: save and load the unwrapped module"))
-    return missing - explained, hints
+    return missing - explained, unexpected - explained, hints
 
 
 def _unwrapped(name: str) -> str:
@@ -73,9 +77,7 @@ def _prefixes(missing: set[str], unexpected: set[str]) -> list[tuple[int, str]]:
     found = []
     for word in ("with", "without"):
         short, long = (missing, unexpected) if word == "with" else (unexpected, missing)
-        sample = set(sorted(short)[:_SAMPLE])
-        guesses = Counter(run for name in long for run in _runs(name) if sample.intersection(_without(name, run)))
-        for run, _ in guesses.most_common(3):
+        for run, _ in _guesses(sorted(short)[:: len(short) // _SAMPLE + 1], sorted(long)).most_common(3):
             pairs = [(rest, name) for name in long for rest in _without(name, run) if rest in short]
             explained = missing.intersection(rest if word == "with" else name for rest, name in pairs)
             if explained and (len(explained) > 1 or explained == missing):
@@ -85,14 +87,35 @@ def _prefixes(missing: set[str], unexpected: set[str]) -> list[tuple[int, str]]:
     return found
 
 
-def _runs(name: str) -> set[str]:
-    """Every run of segments of a name."""
-    parts = name.split(".")
-    return {".".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts))}
+def _guesses(sample: list[str], long: list[str]) -> Counter[str]:
+    """Runs that make a name of the sample one of the long, sorted names; how often each does.
+
+    Whatever comes before and after the run is looked up in order, so that a hundred thousand names take no minute.
+    """
+    backward = sorted(name[::-1] for name in long)
+    runs: Counter[str] = Counter()
+    for name in sample:
+        parts = name.split(".")
+        for cut in range(len(parts) + 1):
+            head = "".join(f"{part}." for part in parts[:cut])
+            tail = "".join(f".{part}" for part in parts[cut:])
+            heads, tails = _beginning(long, head), _beginning(backward, tail[::-1])
+            alike = [long[at] for at in heads] if len(heads) < len(tails) else [backward[at][::-1] for at in tails]
+            for one in alike:
+                if len(one) > len(head) + len(tail) and one.startswith(head) and one.endswith(tail):
+                    runs[one[len(head) : len(one) - len(tail)]] += 1
+    return runs
+
+
+def _beginning(names: list[str], head: str) -> range:
+    """Where those of sorted names are that begin with `head`."""
+    return range(bisect_left(names, head), bisect_left(names, head + chr(sys.maxunicode)))
 
 
 def _without(name: str, run: str) -> list[str]:
     """The name without one occurrence of the run of segments, for each occurrence."""
+    if f".{run}." not in f".{name}.":
+        return []
     parts, length = name.split("."), run.count(".") + 1
     return [
         ".".join([*parts[:at], *parts[at + length :]])
