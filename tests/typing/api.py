@@ -15,6 +15,9 @@ import txstore
 from txstore import Store, open_store
 from txstore.dcp import StorageReader, StorageWriter, StrictLoadPlanner
 from txstore.errors import Conflict, StoreError, TxStoreError
+from txstore.event_log import EventLog, UnknownEvent, read_events
+from txstore.events import Event, Observer, Observers, SaveFailed, SaveSkipped, error_fields, restore_reason
+from txstore.metrics import Metrics
 from txstore.store import BytesSource, ObjectInfo, Source
 
 
@@ -62,3 +65,26 @@ def pair(state: dict[str, object], store: Store, path: pathlib.Path) -> None:
     load(state, checkpoint_id="step-100", storage_reader=StorageReader(path, strict=False))
     StorageWriter("file:///checkpoints/run-1", True)  # type: ignore[call-arg]
     StorageWriter()  # type: ignore[call-arg]
+
+
+def events(path: pathlib.Path, error: TxStoreError) -> None:
+    """An observer is any callable that takes an event; the log and the metrics are two of them."""
+
+    def mine(event: Event) -> None:
+        print(event.checkpoint, event.step)
+        if isinstance(event, SaveFailed):
+            print(event.phase, event.failed_rank)
+
+    log: Observer = EventLog(path, fsync=True)
+    metrics = Metrics(labels={"run": "run-1"}, textfile=path)
+    tell: Observer = Observers(log, metrics, mine, print)
+    tell(SaveSkipped(at_s=0.0, rank=0, world_size=1, checkpoint="step-1", step=1, reason="in_flight"))
+    facts = error_fields(error)
+    tell(SaveFailed(at_s=0.0, rank=0, world_size=1, checkpoint="", step=None, phase="copy", consecutive=1, **facts))
+    known: list[Event] = [event for event in read_events(path) if not isinstance(event, UnknownEvent)]
+    port: int = metrics.serve()
+    metrics.progress(5)
+    metrics.close(remove_textfile=False)
+    print(known, port, restore_reason(error))
+    SaveSkipped(at_s=0.0, rank=0, world_size=1, checkpoint="", step=1, reason="tired")  # type: ignore[arg-type]
+    Observers("events.jsonl")  # type: ignore[arg-type]
