@@ -19,8 +19,11 @@ from msgspec import Struct
 from txstore.errors import (
     CheckpointNotFound,
     CheckpointRetired,
+    DeadlineExceeded,
     FormatError,
+    Incompatible,
     IntegrityError,
+    NotProved,
     StateMismatch,
     StoreError,
     TxStoreError,
@@ -305,6 +308,9 @@ def _plain(text: str) -> str:
 _REASONS: tuple[tuple[type[TxStoreError], RestoreReason], ...] = (
     (CheckpointNotFound, "not_found"),
     (CheckpointRetired, "not_found"),
+    (Incompatible, "incompatible"),
+    (NotProved, "validation"),
+    (DeadlineExceeded, "deadline"),
     (StateMismatch, "mismatch"),
     (IntegrityError, "integrity"),
     (FormatError, "format"),
@@ -314,7 +320,7 @@ _REASONS: tuple[tuple[type[TxStoreError], RestoreReason], ...] = (
 
 
 def restore_reason(error: BaseException) -> RestoreReason:
-    """The reason that an error of a load amounts to; the judgement, the proof and deadlines name theirs themselves."""
+    """The reason that an error of a resume amounts to."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "other")
 
 
