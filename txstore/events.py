@@ -321,6 +321,9 @@ def _plain(text: str) -> str:
 _REASONS: tuple[tuple[type[TxStoreError], RestoreReason], ...] = (
     (CheckpointNotFound, "not_found"),
     (CheckpointRetired, "not_found"),
+    (Incompatible, "incompatible"),
+    (NotProved, "validation"),
+    (DeadlineExceeded, "deadline"),
     (StateMismatch, "mismatch"),
     (IntegrityError, "integrity"),
     (FormatError, "format"),

@@ -131,6 +131,9 @@ def test_reasons() -> None:
     assert restore_reason(IntegrityError("bits")) == "integrity"
     assert restore_reason(StateMismatch("keys")) == "mismatch"
     assert restore_reason(errors.AccessDeniedError("403")) == "store"
+    assert restore_reason(errors.Incompatible("model")) == "incompatible"
+    assert restore_reason(errors.NotProved("loss")) == "validation"
+    assert restore_reason(errors.DeadlineExceeded("rank 3")) == "deadline"
     assert restore_reason(ValueError("bad")) == "other"
 
 
