@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -249,7 +250,7 @@ class Resume:
                     process_group=self.exchange.group,
                     no_dist=self.exchange.group is None,
                 )
-            except Exception as error:
+            except CheckpointException as error:  # a BaseException
                 raise cause_of(error, self.exchange.rank, decision.checkpoint) from error
             if reader.decision is None or reader.decision.txn != decision.txn:
                 raise PlanMismatch(
