@@ -118,7 +118,7 @@ def test_every_rank_goes_on_as_if_nothing_had_happened(kind: str, pool: Pool, st
 
 
 def draws(rank: Rank, url: str, resumed: bool) -> Any:
-    module, _, state = build(rank, "plain")
+    _, _, state = build(rank, "plain")
     if resumed:
         resume(state, url, rank.rank, rank.world, rank.group)
     else:
@@ -228,3 +228,26 @@ def factored(rank: Rank, url: str, resumed: bool) -> Any:
 def test_moments_of_other_shapes_than_their_parameter_are_restored(pool: Pool, store_url: str) -> None:
     saved = pool.run(2, factored, store_url, False)
     assert pool.run(2, factored, store_url, True) == saved
+
+
+def after_evaluation(rank: Rank, url: str) -> Any:
+    """A forward pass without a backward one leaves FSDP2's root gathered, and its optimizer holds the shards."""
+    module, optimizer, state = build(rank, "fsdp")
+    step(module, optimizer, state)
+    before = state.optimizer_layout(), bits(state, rank)
+    module.eval()
+    module(torch.ones(3, 4))
+    layout = state.optimizer_layout()
+    module(torch.ones(3, 4))
+    captured = bits(state, rank)
+    module(torch.ones(3, 4))
+    save(state, url, 1, rank.rank, rank.world, process_group=rank.group)
+    module(torch.ones(3, 4))
+    resume(state, url, rank.rank, rank.world, rank.group)
+    return before, (layout, captured), bits(state, rank)
+
+
+def test_a_save_after_an_evaluation_finds_the_shards(pool: Pool, store_url: str) -> None:
+    for before, after, resumed in pool.run(2, after_evaluation, store_url):
+        assert after == before
+        assert resumed == before[1]
