@@ -50,15 +50,12 @@ class Models:
                 found[_join(name, fqn)] = value
         return found
 
-    def reshard(self) -> None:
-        """Free what FSDP2 has gathered: optimizers hold the shards, and only those are saved."""
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter once, by the first of its names. FSDP2 reshards for it: optimizers hold the shards."""
         for module in self.modules.values():
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter once, by the first of its names."""
         found: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for name, module in self.modules.items():

@@ -58,8 +58,8 @@ class Captured:
     """The training state of one rank at one instant.
 
     Attributes:
-        state: What to hand to ``dcp.save``. Tensors of models, optimizers and gradients are references: copy
-            them, or save, before training goes on. The Python state has been copied.
+        state: What to hand to ``dcp.save``. Tensors are references: copy them, or save, before training goes on.
+            All other state has been copied.
         progress: For the manifest.
         parts: Names of the pieces inside.
         shared_digests: For each piece, SHA-256 of what this rank takes to be equal on all ranks. Rank 0's is saved,
@@ -187,7 +187,6 @@ class TrainState:
         return Captured(state, progress, tuple(states), digests)
 
     def _states(self, place: Place) -> dict[str, PieceState]:
-        self._models.reshard()
         return {name: piece.capture(place) for name, piece in self.pieces.items()}
 
     def python_target(self, metadata: Metadata, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
@@ -218,7 +217,6 @@ class TrainState:
             FormatError: The checkpoint is none of a `TrainState`.
         """
         saved = _saved(metadata)
-        self._models.reshard()
         target: dict[str, torch.Tensor] = dict(self.python_target(metadata, rank, world_size))
         problems: list[str] = []
         for piece in self.pieces.values():
