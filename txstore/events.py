@@ -243,8 +243,8 @@ class Proved(_Event, frozen=True, kw_only=True):
 
     Attributes:
         ok: Whether every check held.
-        loss_delta: Loss of the first step after the resume, minus the last one before the save; None if it was not compared. In
-            a log also null if it is not finite; `ok` is false then.
+        loss_delta: Loss of the first step after the resume, minus the last one before the save; None if it was not
+            compared. In a log also null if it is not finite; `ok` is false then.
         reprocessed_samples: Samples that were trained on before the crash and are again; None if not known.
     """
 

@@ -74,7 +74,9 @@ class Instruments:
             "checkpoint_checksum_failures_total", "Objects with other bytes than committed."
         )
         self.reprocessed = counter("checkpoint_reprocessed_samples_total", "Samples trained on again after a resume.")
-        self.loss_delta = gauge("resume_loss_delta", "First loss after the last resume, minus the last one before the save.")
+        self.loss_delta = gauge(
+            "resume_loss_delta", "First loss after the last resume, minus the last one before the save."
+        )
         self.resized = counter("resume_world_size_change_total", "Resumes with another world size than saved.")
         # Beyond the mission's twelve: what its policy and its alert need.
         self.skipped = counter(
