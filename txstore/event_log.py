@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from txstore.errors import ConfigError, FormatError, describe
-from txstore.events import EVENT_NAMES, Event
+from txstore.events import EVENT_NAMES, Event, StepRecorded
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,19 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[Event | UnknownEvent]:
                     key=f"{name}:{number}",
                     next_step="the file was damaged or edited: move it away, or cut it off before this line",
                 ) from error
+
+
+def last_step(path: str | os.PathLike[str]) -> StepRecorded | None:
+    """The step that was recorded last, or None: how far a run had come when it ended.
+
+    Raises:
+        FormatError, OSError: As `read_events`.
+    """
+    last = None
+    for event in read_events(path):
+        if isinstance(event, StepRecorded):
+            last = event
+    return last
 
 
 def _decode(line: bytes) -> Event | UnknownEvent:

@@ -394,3 +394,16 @@ def test_nobody_looks(store_url, fails, status):
     if not fails:
         with open_store(store_url) as store:
             assert find(store, "step-1").step == 1
+
+
+@pytest.mark.parametrize("verb", ["list", "read", "read_into"])
+def test_a_resume_from_a_store_that_does_not_answer_ends(store_url, gate, verb):
+    run = Run()
+    with Checkpointer(store_url, run.state) as saves:
+        saves.save()
+    stuck = gated(store_url, gate, verb=verb, part="")
+    saves = Checkpointer(stuck, Run(seed=2).state, policy=SavePolicy(deadline_s=0.5))
+    with pytest.raises(DeadlineExceeded, match=rf"did not end within 0.5 s: in {verb} of "):
+        saves.resume()
+    gate.open.set()
+    saves.close()

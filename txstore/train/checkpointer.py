@@ -212,7 +212,13 @@ class Checkpointer:
         self._check_open()
         self._ledger.wait_for_all()
         report = Resume(
-            self.store, self.state, self._front, self.description, options or ResumeOptions(), self._teller
+            store=self.store,
+            state=self.state,
+            exchange=self._front,
+            today=self.description,
+            options=options or ResumeOptions(),
+            teller=self._teller,
+            deadline_s=self.policy.deadline_s,
         ).run()
         if not report.fresh:
             self.description = replace(self.description, accepted=tuple(report.accepted))

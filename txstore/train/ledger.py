@@ -7,15 +7,15 @@ is agreed on by number, oldest first, before anybody acts on it.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from txstore.errors import CommitUnknown, DeadlineExceeded, PlanMismatch, SaveBusy, SaveError, TxStoreError, describe
+from txstore.errors import CommitUnknown, DeadlineExceeded, PlanMismatch, SaveBusy, TxStoreError, describe
 from txstore.manifest import Decision
 from txstore.store import Store
+from txstore.train.deadline import within
 from txstore.train.exchange import Exchange
 from txstore.train.policy import SavePolicy
 from txstore.train.saves import Request, stuck
@@ -166,8 +166,8 @@ class Ledger:
         if not self._front.is_coordinator:
             return error
         try:
-            _within(GIVE_UP_S, self._abandon)
-        except TxStoreError as unsettled:
+            within(GIVE_UP_S, self._store, "the abort of a save that is stuck", self._abandon)
+        except Exception as unsettled:  # noqa: BLE001 - also a foreign backend's
             return CommitUnknown(
                 f"{error.message}; and it could not be aborted: {describe(unsettled)}",
                 key=error.key,
@@ -185,24 +185,3 @@ class Ledger:
             elif request.error is not None:
                 told.append(f"the save of {request.handle.checkpoint} failed: {request.error}")
         return "; ".join(told)
-
-
-def _within(limit_s: float, work: Callable[[], object]) -> None:
-    """Run `work` on a thread of its own: it may never return."""
-    errors: list[TxStoreError] = []
-
-    def run() -> None:
-        try:
-            work()
-        except TxStoreError as error:
-            errors.append(error)
-        except Exception as error:  # noqa: BLE001 - a foreign backend's
-            errors.append(SaveError(describe(error)))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
-        raise DeadlineExceeded(f"no answer from the store within {limit_s:g} s")
-    if errors:
-        raise errors[0]

@@ -44,8 +44,8 @@ class ModelPiece:
             return f"buffers.rank-{place.rank}.{fqn}"
         return f"model.{fqn}"
 
-    def _trained(self) -> list[str]:
-        return [fqn for fqn, parameter in self._models.parameters().items() if parameter.requires_grad]
+    def _trained(self) -> dict[str, bool]:
+        return {fqn: parameter.requires_grad for fqn, parameter in self._models.parameters().items()}
 
     def targets(self, saved: SavedKeys, place: Place) -> Targets:
         """The live tensors. After a change of the world size every rank takes rank 0's buffers."""
@@ -64,8 +64,10 @@ class ModelPiece:
         """Other parameters are trained than were, or other modules have extra state."""
         saved, now = loaded.shared, self.capture(loaded.place).shared
         problems = []
-        if saved["trained"] != now["trained"]:
-            differing = sorted(set(saved["trained"]) ^ set(now["trained"]))
+        # Parameters that only one side has are judged by their keys, and may be a migration's.
+        both = saved["trained"].keys() & now["trained"].keys()
+        differing = sorted(fqn for fqn in both if saved["trained"][fqn] != now["trained"][fqn])
+        if differing:
             problems.append(f"other parameters require gradients than when it was saved: {differing[:5]}")
         if saved["extra"].keys() != now["extra"].keys():
             differing = sorted(saved["extra"].keys() ^ now["extra"].keys())

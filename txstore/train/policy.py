@@ -22,7 +22,8 @@ class SavePolicy:
         max_commit_lag_s: `save` treats the limit as reached while an earlier save has been on its way for longer;
             None for no limit.
         max_failed_in_a_row: So many failed saves, one after another, are warned about and not raised.
-        deadline_s: The longest that a save may be on its way, and that one rank waits for the others, in seconds.
+        deadline_s: The longest that a save may be on its way, that one phase of a resume may take, and that one rank
+            waits for the others, in seconds.
     """
 
     max_in_flight: int = 1

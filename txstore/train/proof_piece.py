@@ -6,7 +6,7 @@ object, shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,8 +107,8 @@ class ProofPiece:
         known = [batch for batch in (own or {}).get("next batch", {}).values() if batch is not None]
         return known[0] if len(known) == 1 else None
 
-    def checks(self) -> list[Check]:
-        """Compare the saved facts with those of the live objects."""
+    def checks(self, fresh: Collection[str] = ()) -> list[Check]:
+        """Compare the saved facts with those of the live objects; facts of pieces that were left fresh are unknown."""
         if self._saved is None:
             return [Check("facts", ok=None, detail="nothing was restored")]
         shared, own = self._saved
@@ -117,7 +117,18 @@ class ProofPiece:
             found.append(Check("facts of this rank", ok=None, detail="another number of ranks saved"))
         else:
             found += _compare(own, self._facts.own())
-        return found
+        skipped = {fact for fact, piece in _FACTS_OF.items() if piece in fresh}
+        return [Check(check.name, ok=None, detail="left fresh") if check.name in skipped else check for check in found]
+
+
+_FACTS_OF = {
+    "learning rates": "optimizer",
+    "param groups": "optimizer",
+    "moment tensors": "optimizer",
+    "loss scale": "scaler",
+    "next batch": "data",
+}
+"""The piece of state that each fact is about; the others are about what is always restored."""
 
 
 def _compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Check]:

@@ -41,8 +41,11 @@ from txstore.ops.report import Depth
 from txstore.ops.verify import verify
 from txstore.store import Store
 from txstore.train.choice import choose, examined
+from txstore.train.deadline import within
 from txstore.train.exchange import Exchange
+from txstore.train.migrated import MigratedLoad
 from txstore.train.piece import OnWorldSizeChange
+from txstore.train.proof import Check
 from txstore.train.report import FellBack, ResumeReport
 from txstore.train.saves import cause_of
 from txstore.train.state import TrainState, unaccounted
@@ -54,6 +57,10 @@ log = logging.getLogger(__name__)
 
 JUDGED = "model."
 """Keys whose presence, dtype and shape are judged by table; the other pieces compare their own."""
+
+
+FRESHABLE = frozenset({"optimizer", "scheduler", "scaler", "gradients", "extras", "data", "rng"})
+"""Pieces of state that a resume may leave as they are: without a model or a progress it would be no resume."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +76,9 @@ class ResumeOptions:
         accept: Names of differences that are meant.
         migrations: Names of registered migrations.
         required: Fingerprints that must be known and equal.
+        fresh: Pieces of state that are not restored, on purpose: `FRESHABLE`. Each is recorded in `accepted`.
+        seen_samples: How many samples the run had consumed when it ended, if that is known: see
+            `txstore.event_log.last_step`.
         on_world_size_change: What to do about random streams if another number of ranks saved.
     """
 
@@ -79,6 +89,8 @@ class ResumeOptions:
     accept: Collection[str] = ()
     migrations: Collection[str] = ()
     required: Collection[str] = ()
+    fresh: Collection[str] = ()
+    seen_samples: int | None = None
     on_world_size_change: OnWorldSizeChange = "error"
 
     def __post_init__(self) -> None:
@@ -86,6 +98,9 @@ class ResumeOptions:
             raise ConfigError(f"fallback={self.fallback!r} is neither 'error' nor 'previous'")
         if self.depth not in {"documents", "sample", "full"}:
             raise ConfigError(f"depth={self.depth!r} is none of 'documents', 'sample', 'full'")
+        unknown = [self.fresh] if isinstance(self.fresh, str) else sorted(set(self.fresh) - FRESHABLE)
+        if unknown:
+            raise ConfigError(f"fresh={self.fresh!r}: only {sorted(FRESHABLE)} can be left fresh", key=unknown[0])
         if self.on_world_size_change not in {"error", "reseed"}:
             raise ConfigError(f"on_world_size_change={self.on_world_size_change!r} is neither 'error' nor 'reseed'")
 
@@ -100,6 +115,7 @@ class Resume:
     today: Description
     options: ResumeOptions
     teller: Teller
+    deadline_s: float
 
     def run(self) -> ResumeReport:
         """Bring the state back.
@@ -147,43 +163,60 @@ class Resume:
         return decision
 
     def _resume(self, decision: Decision, report: ResumeReport) -> None:
-        exchange, place = self.exchange, (self.exchange.rank, self.exchange.world_size)
         with _timed(report, "examine"):
             manifest = self._decide("examine", lambda: self._examine(decision))
-            metadata = self._attempt("index", lambda: self._metadata(decision, manifest))
+            metadata = self._read("index", lambda: self._metadata(decision, manifest))
         with _timed(report, "judge"):
-            judgement = self._judge(manifest.description, metadata)
-            self._account_for_all(metadata)
-            python = self._attempt("python state", lambda: self.state.python_target(metadata, *place))
-            self._load(decision, python)
-            self._attempt(
-                "python state",
-                lambda: self.state.check(python, *place, on_world_size_change=self.options.on_world_size_change),
-            )
+            judgement, today = self._judge(manifest.description, metadata)
+            load = MigratedLoad(metadata, judgement.plan, today)
+            self._account_for_all(load.metadata)
+            self._check_python(decision, load)
         with _timed(report, "load"):
-            target = self._attempt("target", lambda: self.state.target(metadata, *place))
-            self._load(decision, target)
+            target = self._attempt("target", lambda: self.state.target(load.metadata, *self._place, fresh=self._fresh))
+            self._load(decision, load.sources(target))
+            self._attempt("migrate", lambda: load.finish(target))
         with _timed(report, "restore"):
+            change = self.options.on_world_size_change
             applied = self._attempt(
                 "restore",
-                lambda: self.state.apply(target, *place, on_world_size_change=self.options.on_world_size_change),
+                lambda: self.state.apply(target, *self._place, on_world_size_change=change, fresh=self._fresh),
             )
         with _timed(report, "validate"):
-            checks = self._attempt("validate", self.state.validate)
-            failed = [check for check in checks if check.ok is False]
-            error = (
-                NotProved("after the restore: " + "; ".join(f"{one.name}: {one.detail}" for one in failed))
-                if failed
-                else None
-            )
-            exchange.settle("validate", error.at_rank(exchange.rank) if error else None)
+            report.checks = self._validate()
         report.checkpoint, report.step = decision.checkpoint, applied.progress.global_step
         report.slot, report.txn = decision.slot, decision.txn
         report.saved_world_size = applied.saved_world_size
         report.restored = dict(applied.restored)
-        report.checks = list(checks)
-        report.accepted, report.notes = list(judgement.record), list(judgement.notes)
+        report.accepted = list(dict.fromkeys([*judgement.record, *(f"fresh {name}" for name in sorted(self._fresh))]))
+        report.notes = list(judgement.notes)
+        seen = self.exchange.gather("samples seen", self.options.seen_samples)[0]
+        report.reprocessed_samples = None if seen is None else max(0, seen - applied.progress.consumed_samples)
         self.teller.restored(report, sum(_local_bytes(tensor) for tensor in target.values()))
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.exchange.rank, self.exchange.world_size
+
+    @property
+    def _fresh(self) -> frozenset[str]:
+        return frozenset(self.options.fresh)
+
+    def _check_python(self, decision: Decision, load: MigratedLoad) -> None:
+        """Load the small part first, and compare: most of what does not fit shows before the tensors move."""
+        python = self._attempt("python state", lambda: self.state.python_target(load.metadata, *self._place))
+        self._load(decision, load.sources(python))
+        change = self.options.on_world_size_change
+        self._attempt(
+            "python state",
+            lambda: self.state.check(python, *self._place, on_world_size_change=change, fresh=self._fresh),
+        )
+
+    def _validate(self) -> list[Check]:
+        checks = self._attempt("validate", lambda: self.state.validate(fresh=self._fresh))
+        failed = "; ".join(f"{check.name}: {check.detail}" for check in checks if check.ok is False)
+        error = NotProved(f"after the restore: {failed}", rank=self.exchange.rank) if failed else None
+        self.exchange.settle("validate", error)
+        return checks
 
     def _examine(self, decision: Decision) -> Manifest:
         started_s = time.monotonic()
@@ -194,14 +227,18 @@ class Resume:
     def _attempt(self, phase: str, work: Callable[[], T]) -> T:
         return self.exchange.attempt(phase, work, LoadError)
 
+    def _read(self, phase: str, work: Callable[[], T]) -> T:
+        """As `_attempt`, for work that waits for the store."""
+        return self._attempt(phase, lambda: within(self.deadline_s, self.store, phase, work))
+
     def _decide(self, phase: str, work: Callable[[], T]) -> T:
-        return self.exchange.decide(phase, work, LoadError)
+        return self.exchange.decide(phase, lambda: within(self.deadline_s, self.store, phase, work), LoadError)
 
     def _metadata(self, decision: Decision, manifest: Manifest) -> Metadata:
         index = read_index(self.store, decision, manifest)
         return build_metadata(index, manifest.index.key)
 
-    def _judge(self, saved: Description, metadata: Metadata) -> Judgement:
+    def _judge(self, saved: Description, metadata: Metadata) -> tuple[Judgement, KeyTable]:
         """Compare before a byte is loaded; the tables of all ranks together are today's."""
         mine = self._attempt("key table", self.state.key_table)
         today: dict[str, TensorFact] = {}
@@ -222,18 +259,17 @@ class Resume:
             found.raise_if_blocked()
             return found
 
-        return self._attempt("judge", decide)
+        return self._attempt("judge", decide), today
 
     def _account_for_all(self, metadata: Metadata) -> None:
         """Refuse to leave saved state behind."""
-        place = (self.exchange.rank, self.exchange.world_size)
-        mine = self._attempt("keys", lambda: self.state.expected_keys(metadata, *place))
+        mine = self._attempt("keys", lambda: self.state.expected_keys(metadata, *self._place, fresh=self._fresh))
         left = unaccounted(metadata, self.exchange.gather("keys of all", mine))
         if left:
             raise StateMismatch(
                 f"{len(left)} saved keys have no place in this state: {', '.join(left[:10])}",
                 key=left[0],
-                next_step="build the state with all the pieces that were saved",
+                next_step="build the state with all the pieces that were saved, or name a piece in fresh",
             )
 
     def _load(self, decision: Decision, target: dict[str, Any]) -> None:
@@ -259,7 +295,7 @@ class Resume:
                     next_step="resume again: the state now holds a mixture",
                 )
 
-        self._attempt("load", load)
+        self._read("load", load)
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:

@@ -15,9 +15,8 @@ Everything is one flat DCP state dict of tensors (ADR 0006)::
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from txstore import manifest
 from txstore.compat.key_tables import TensorFact
-from txstore.dcp.tensors import as_bytes
-from txstore.errors import FormatError, StateMismatch, UnsupportedValue
+from txstore.errors import StateMismatch, UnsupportedValue
 from txstore.train.cursor import CursorPiece
 from txstore.train.gradients import GradientsPiece
 from txstore.train.history import History
@@ -40,16 +38,12 @@ from txstore.train.piece import Loaded, OnWorldSizeChange, Piece, PieceState, Pl
 from txstore.train.progress import ProgressPiece, TrainProgress
 from txstore.train.proof import Check
 from txstore.train.proof_piece import Facts, ProofPiece
-from txstore.train.python_state import flatten, unflatten
+from txstore.train.python_blobs import SHARED, blob, digest_of, pack, saved_keys, unpack
 from txstore.train.rng import Generator, RandomStreams
 from txstore.train.scaler import ScalerPiece
 from txstore.train.stateful import StatefulPiece, scoped
 
-SHARED = "python.shared"
-VERSION = 1
-_RANK = re.compile(r"python\.rank-(0|[1-9][0-9]*)\Z")
 _OF_A_RANK = re.compile(r"python\.rank-(0|[1-9][0-9]*)(?:\Z|[.\[])")
-_DIGESTED_BYTES = 1 << 20
 _SHOWN = 10
 
 
@@ -151,9 +145,9 @@ class TrainState:
         tensors = self.pieces["model"].capture(Place(0, 1)).tensors
         return {key: TensorFact.of(tensor) for key, tensor in tensors.items()}
 
-    def validate(self) -> list[Check]:
+    def validate(self, *, fresh: Collection[str] = ()) -> list[Check]:
         """Compare the live objects with what the checkpoint says of them, after `apply`."""
-        return self._proof.checks()
+        return self._proof.checks(fresh)
 
     @property
     def expected_batch(self) -> str | None:
@@ -172,8 +166,8 @@ class TrainState:
         state: dict[str, Any] = {}
         for name, piece in states.items():
             _add(state, piece.tensors, name)
-        shared, lifted = _pack(SHARED, {name: piece.shared for name, piece in states.items()}, world_size)
-        own, own_lifted = _pack(f"python.rank-{rank}", {name: piece.own for name, piece in states.items()}, world_size)
+        shared, lifted = pack(SHARED, {name: piece.shared for name, piece in states.items()}, world_size)
+        own, own_lifted = pack(f"python.rank-{rank}", {name: piece.own for name, piece in states.items()}, world_size)
         for key, tensor in own_lifted.items():
             if isinstance(tensor, DTensor):
                 raise UnsupportedValue(f"{key!r} is sharded and yet of one rank", key=key, next_step="mark it shared()")
@@ -181,9 +175,9 @@ class TrainState:
         everywhere = {key: tensor for key, tensor in lifted.items() if isinstance(tensor, DTensor)}
         _add(state, lifted if rank == 0 else everywhere, "python")
         if rank == 0:
-            _add(state, {SHARED: _blob(shared)}, "python")
-        _add(state, {f"python.rank-{rank}": _blob(own), **own_lifted}, "python")
-        digests = {name: _digest(piece.shared) for name, piece in states.items()}
+            _add(state, {SHARED: blob(shared)}, "python")
+        _add(state, {f"python.rank-{rank}": blob(own), **own_lifted}, "python")
+        digests = {name: digest_of(piece.shared) for name, piece in states.items()}
         return Captured(state, progress, tuple(states), digests)
 
     def _states(self, place: Place) -> dict[str, PieceState]:
@@ -191,7 +185,7 @@ class TrainState:
 
     def python_target(self, metadata: Metadata, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
         """The part of `target` that holds the Python state: load it first, and `check` it, at little cost."""
-        saved = _saved(metadata)
+        saved = saved_keys(metadata)
         live = self._live(saved, Place(rank, world_size))
         own = f"python.rank-{rank if world_size == saved.world_size else 0}"
         target = {}
@@ -204,38 +198,51 @@ class TrainState:
         """Tensors of the shared Python state as they are now: a sharded EMA is loaded into shards."""
         prefixes = {name: (f"{SHARED}.{name}.", f"{SHARED}.{name}[") for name in self.pieces}
         held = [name for name, prefix in prefixes.items() if any(key.startswith(prefix) for key in saved.tensors)]
-        return _pack(SHARED, {name: self.pieces[name].capture(place).shared for name in held}, 1)[1]
+        return pack(SHARED, {name: self.pieces[name].capture(place).shared for name in held}, 1)[1]
 
-    def target(self, metadata: Metadata, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
+    def target(
+        self, metadata: Metadata, rank: int = 0, world_size: int = 1, *, fresh: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
         """The state dict to hand to ``dcp.load`` with ``StorageReader(..., strict=False)``.
 
         Tensors of models are the live ones, so that no second copy is needed: a model whose load has failed is
         part old, part new, and must not be trained.
 
+        Args:
+            metadata: Of the checkpoint.
+            rank: This rank.
+            world_size: How many ranks there are now.
+            fresh: Pieces that are not restored, on purpose.
+
         Raises:
             StateMismatch: Lists what does not fit: keys that were not saved, shapes, dtypes.
             FormatError: The checkpoint is none of a `TrainState`.
         """
-        saved = _saved(metadata)
+        saved = saved_keys(metadata)
         target: dict[str, torch.Tensor] = dict(self.python_target(metadata, rank, world_size))
         problems: list[str] = []
-        for piece in self.pieces.values():
+        for name, piece in self.pieces.items():
+            if name in fresh:
+                continue
             asked = piece.targets(saved, Place(rank, world_size))
             target.update(asked.tensors)
             problems += asked.problems
         _refuse(problems)
         return target
 
-    def expected_keys(self, metadata: Metadata, rank: int = 0, world_size: int = 1) -> frozenset[str]:
+    def expected_keys(
+        self, metadata: Metadata, rank: int = 0, world_size: int = 1, *, fresh: Collection[str] = ()
+    ) -> frozenset[str]:
         """The saved keys that this rank accounts for: those it loads, and those it knows to be other ranks' own.
 
         What no rank accounts for would be left behind silently: compare the union over all ranks with the saved
         keys, by `unaccounted`.
         """
-        saved = _saved(metadata)
+        saved = saved_keys(metadata)
         place = Place(rank, world_size)
         keys = set(self.python_target(metadata, rank, world_size))
         keys |= {key for key in saved.tensors if _OF_A_RANK.match(key)}
+        keys |= {key for key in saved.tensors if key.startswith(tuple(f"{name}." for name in fresh))}
         for piece in self.pieces.values():
             asked = piece.targets(saved, place)
             keys |= asked.tensors.keys() | asked.others
@@ -248,13 +255,14 @@ class TrainState:
         world_size: int = 1,
         *,
         on_world_size_change: OnWorldSizeChange = "error",
+        fresh: Collection[str] = (),
     ) -> None:
         """Compare a loaded Python state with this one; changes nothing.
 
         Raises:
             StateMismatch: Lists all that does not fit.
         """
-        self._judge(loaded, Place(rank, world_size), on_world_size_change, is_complete=False)
+        self._judge(loaded, Place(rank, world_size), on_world_size_change, fresh, is_complete=False)
 
     def apply(
         self,
@@ -263,6 +271,7 @@ class TrainState:
         world_size: int = 1,
         *,
         on_world_size_change: OnWorldSizeChange = "error",
+        fresh: Collection[str] = (),
     ) -> Applied:
         """Restore what ``dcp.load`` has loaded into `target`. Nothing is restored before every check has passed.
 
@@ -272,31 +281,38 @@ class TrainState:
             world_size: How many ranks there are now.
             on_world_size_change: What to do about random streams if another number of ranks saved: refuse, or
                 derive new streams from the saved ones, the rank and the world size.
+            fresh: Pieces that are not restored, on purpose.
 
         Raises:
             StateMismatch: Lists all that does not fit, or names a piece that did not take its state.
         """
-        pieces = self._judge(loaded, Place(rank, world_size), on_world_size_change)
+        pieces = self._judge(loaded, Place(rank, world_size), on_world_size_change, fresh)
         restored = {name: self.pieces[name].restore(given) for name, given in pieces.items()}
         saved_world_size = next(iter(pieces.values())).saved_world_size
         return Applied(self.progress.recorded(), restored, saved_world_size)
 
     def _judge(
-        self, loaded: Mapping[str, Any], place: Place, policy: OnWorldSizeChange, *, is_complete: bool = True
+        self,
+        loaded: Mapping[str, Any],
+        place: Place,
+        policy: OnWorldSizeChange,
+        fresh: Collection[str],
+        *,
+        is_complete: bool = True,
     ) -> dict[str, Loaded]:
-        shared = _unpack(SHARED, loaded)
+        shared = unpack(SHARED, loaded)
         own_key = f"python.rank-{place.rank if place.world_size == shared['world_size'] else 0}"
-        own = _unpack(own_key, loaded)
-        problems = [f"{name!r} was not saved" for name in self.pieces if name not in shared["pieces"]]
-        problems += [
-            f"{name!r} was saved, and there is none here" for name in shared["pieces"] if name not in self.pieces
-        ]
+        own = unpack(own_key, loaded)
+        missing = [name for name in self.pieces if name not in shared["pieces"] and name not in fresh]
+        surplus = [name for name in shared["pieces"] if name not in self.pieces and name not in fresh]
+        problems = [f"{name!r} was not saved" for name in missing]
+        problems += [f"{name!r} was saved, and there is none here" for name in surplus]
         given = {
             name: Loaded(
                 shared["pieces"][name], own["pieces"][name], loaded, is_complete, place, shared["world_size"], policy
             )
             for name in self.pieces
-            if name in shared["pieces"]
+            if name in shared["pieces"] and name not in fresh
         }
         for name, one in given.items():
             problems += self.pieces[name].problems(one)
@@ -319,50 +335,6 @@ def _add(state: dict[str, Any], more: Mapping[str, torch.Tensor], name: str) -> 
         if key in state:
             raise UnsupportedValue(f"{key!r} names two tensors, the second in {name!r}", key=key)
         state[key] = tensor
-
-
-def _pack(key: str, pieces: dict[str, Any], world_size: int) -> tuple[bytes, dict[str, torch.Tensor]]:
-    data, lifted = flatten(pieces, key)
-    return flatten({"version": VERSION, "world_size": world_size, "pieces": data})[0], lifted
-
-
-def _unpack(key: str, loaded: Mapping[str, Any]) -> dict[str, Any]:
-    blob = loaded.get(key)
-    if not isinstance(blob, torch.Tensor):
-        raise StateMismatch(f"{key!r} was not loaded", key=key)
-    outer = unflatten(bytes(as_bytes(blob.contiguous())), {})
-    if not isinstance(outer, dict) or outer.get("version") != VERSION or not isinstance(outer.get("pieces"), bytes):
-        raise FormatError("Python state of another version than this release knows", key=key)
-    lifted = {name: tensor for name, tensor in loaded.items() if name.startswith((f"{key}.", f"{key}["))}
-    pieces = unflatten(outer["pieces"], lifted)
-    if not isinstance(pieces, dict) or type(outer.get("world_size")) is not int:
-        raise FormatError("malformed Python state", key=key)
-    return {"pieces": pieces, "world_size": outer["world_size"]}
-
-
-def _blob(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _digest(value: Any) -> str:
-    data, lifted = flatten(value)
-    digest = hashlib.sha256(data)
-    for path, tensor in sorted(lifted.items()):
-        # Not the weights of an EMA: their digest would cost more than the step.
-        if not isinstance(tensor, DTensor) and tensor.numel() * tensor.element_size() <= _DIGESTED_BYTES:
-            digest.update(path.encode(errors="surrogatepass"))
-            digest.update(as_bytes(tensor.cpu().contiguous()))
-    return digest.hexdigest()
-
-
-def _saved(metadata: Metadata) -> SavedKeys:
-    tensors = {
-        key: value for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
-    }
-    ranks = sorted(int(found[1]) for key in tensors if (found := _RANK.match(key)))
-    if SHARED not in tensors or ranks != list(range(len(ranks))) or not ranks:
-        raise FormatError("the checkpoint does not hold the state of a TrainState", key=SHARED)
-    return SavedKeys(tensors, len(ranks))
 
 
 def _like(live: torch.Tensor | None, saved: TensorStorageMetadata) -> torch.Tensor:
