@@ -91,6 +91,9 @@ class StagedFile:
                 if view.nbytes != stop - start:
                     raise ValueError(f"the source returned {view.nbytes} bytes for {start}:{stop}")
                 self._write_at(self._file, view, start)
+            if source.size > WINDOW_BYTES:
+                # The disk works while the next window is read and checked, so that fsync finds little left to do.
+                self._calls.start_writeback(self._file, start, stop - start)
         with self._translated("fsync"):
             self._calls.fsync(self._file)
         fd, self._file = self._file, None

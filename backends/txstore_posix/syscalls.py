@@ -12,6 +12,7 @@ import os
 from functools import lru_cache
 
 _RENAME_NOREPLACE = 1
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 class Syscalls:
@@ -42,6 +43,12 @@ class Syscalls:
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         """Write some of `data`; returns how much."""
         return os.pwrite(fd, data, offset)
+
+    def start_writeback(self, fd: int, offset: int, size: int) -> None:
+        """``sync_file_range(SYNC_FILE_RANGE_WRITE)``: the disk begins now, and nothing is promised. Absent on macOS."""
+        libc = _libc()
+        if hasattr(libc, "sync_file_range"):
+            libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
 
     def fsync(self, fd: int) -> None:
         """Make a file's content, or a directory's entries, survive a crash."""

@@ -23,6 +23,9 @@ from txstore.transaction import Shard, Ticket, write_shard
 
 log = logging.getLogger(__name__)
 
+SPLIT_BYTES = 32 << 20
+"""Files are not made smaller than this to have one for each thread."""
+
 
 @dataclass(frozen=True, slots=True)
 class Laid:
@@ -47,7 +50,7 @@ def refuse_early(items: Sequence[WriteItem]) -> None:
             )
 
 
-def lay_out(items: Sequence[WriteItem], planner: SavePlanner, shard_bytes: int) -> Laid:
+def lay_out(items: Sequence[WriteItem], planner: SavePlanner, shard_bytes: int, threads: int) -> Laid:
     """Decide where every item of this rank goes. Tensors are looked at, not kept; objects are serialised.
 
     Raises:
@@ -55,8 +58,14 @@ def lay_out(items: Sequence[WriteItem], planner: SavePlanner, shard_bytes: int) 
         PlanMismatch: A tensor is not what its plan says.
     """
     laid = [_extent(item, planner) for item in items]
-    files = pack((extent for extent, _ in laid), shard_bytes)
+    files = pack((extent for extent, _ in laid), _file_bytes(laid, shard_bytes, threads))
     return Laid(files, [(item, extent, encoding) for item, (extent, encoding) in zip(items, laid, strict=True)])
+
+
+def _file_bytes(laid: Sequence[tuple[Extent, int]], shard_bytes: int, threads: int) -> int:
+    """The size of a file: a state that would fill less than one for each thread is shared out among them."""
+    total = sum(extent.source.size for extent, _ in laid)
+    return min(shard_bytes, max(SPLIT_BYTES, -(-total // threads)))
 
 
 def _extent(item: WriteItem, planner: SavePlanner) -> tuple[Extent, int]:

@@ -299,7 +299,7 @@ class StorageWriter(DcpStorageWriter):
                 next_step="pass the same URL and checkpoint_id on all ranks",
             )
         self._tell("write", 0)
-        laid = lay_out(plan.items, planner, self._shard_bytes)
+        laid = lay_out(plan.items, planner, self._shard_bytes, self._threads)
         results = write_files(self.store, ticket, save.rank, laid, threads=self._threads)
         self._tell("written", sum(result.size_in_bytes for result in results))
         future: Future[list[WriteResult]] = Future()
