@@ -93,7 +93,9 @@ class StagedFile:
                 self._write_at(self._file, view, start)
             if source.size > WINDOW_BYTES:
                 # The disk works while the next window is read and checked, so that fsync finds little left to do.
-                self._calls.start_writeback(self._file, start, stop - start)
+                # Only a hint: its error is not asked for, because fsync reports what became of the bytes.
+                with suppress(OSError):
+                    self._calls.start_writeback(self._file, start, stop - start)
         with self._translated("fsync"):
             self._calls.fsync(self._file)
         fd, self._file = self._file, None

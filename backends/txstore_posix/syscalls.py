@@ -48,7 +48,8 @@ class Syscalls:
         """``sync_file_range(SYNC_FILE_RANGE_WRITE)``: the disk begins now, and nothing is promised. Absent on macOS."""
         libc = _libc()
         if hasattr(libc, "sync_file_range"):
-            libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
+            if libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE):
+                _raise_errno()
 
     def fsync(self, fd: int) -> None:
         """Make a file's content, or a directory's entries, survive a crash."""

@@ -31,6 +31,7 @@ NO_EFFECT = (TransientError, StoreFullError, AccessDeniedError, ConfigError, Cap
 DEFINITE = ("ENOSPC", "EDQUOT", "EACCES", "EPERM", "EROFS")
 AMBIGUOUS = ("EIO", "EINTR", "ESTALE", "ETIMEDOUT", "ENOENT")
 PUBLISHES = {"link", "rename", "rename_noreplace"}
+WRITES = {"pwrite", "start_writeback"}
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +155,7 @@ def test_a_failed_file_fsync_is_never_repeated_and_the_next_attempt_is_a_new_fil
     root = tmp_path / "root"
 
     def fault(index, operation):
-        if operation == "fsync" and calls.trace[-1][0] == "pwrite" and not calls.failed:
+        if operation == "fsync" and calls.trace[-1][0] in WRITES and not calls.failed:
             return "before", errno.EIO
         return None
 
@@ -230,3 +231,16 @@ def test_a_file_system_without_preallocation_is_fine(name, traced, tmp_path):
     store, _ = traced(nth("allocate", 0, getattr(errno, name)))
     store.put(KEY, BytesSource(NEW))
     assert content(tmp_path / "root") == NEW
+
+
+@pytest.mark.parametrize("name", ["EIO", "ENOSYS", "EINVAL", "ENOSPC"])
+def test_early_write_back_is_only_a_hint(name, traced, tmp_path):
+    """A disk that refuses to begin early is asked again by fsync, which alone tells what became of the bytes."""
+    _, act, new = SCENARIOS["put new"]
+    store, calls = traced(
+        lambda _, operation: ("before", getattr(errno, name)) if operation == "start_writeback" else None
+    )
+    act(store)
+    assert {operation for operation, _, _ in calls.failed} == {"start_writeback"}
+    assert "fsync" in calls.operations()
+    assert content(tmp_path / "root") == new
