@@ -46,10 +46,9 @@ class Syscalls:
 
     def start_writeback(self, fd: int, offset: int, size: int) -> None:
         """``sync_file_range(SYNC_FILE_RANGE_WRITE)``: the disk begins now, and nothing is promised. Absent on macOS."""
-        libc = _libc()
-        if hasattr(libc, "sync_file_range"):
-            if libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE):
-                _raise_errno()
+        start = getattr(_libc(), "sync_file_range", None)
+        if start is not None and start(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE):
+            _raise_errno()
 
     def fsync(self, fd: int) -> None:
         """Make a file's content, or a directory's entries, survive a crash."""

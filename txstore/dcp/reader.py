@@ -24,7 +24,7 @@ from txstore.dcp.scatter import Scatter
 from txstore.decisions import read_index, read_manifest
 from txstore.errors import ConfigError, LoadError, PlanMismatch, StateMismatch, TxStoreError
 from txstore.index import Index
-from txstore.manifest import Decision
+from txstore.manifest import Decision, Manifest
 from txstore.retry import RetryPolicy
 from txstore.shards.reading import BlockReader
 from txstore.store import Store
@@ -133,6 +133,14 @@ class StorageReader(DcpStorageReader):
         self._threads = threads
         self._options = options
         self._loads = threading.local()
+        self._pinned: tuple[Decision, Manifest, Index] | None = None
+
+    def pin(self, decision: Decision, manifest: Manifest, index: Index) -> None:
+        """Read this commit in every load from now on, from documents that are at hand: none is fetched again.
+
+        Another commit of the same name, made meanwhile, is not looked at; a ``checkpoint_id`` must be of this one.
+        """
+        self._pinned = (decision, manifest, index)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_loads"}
@@ -199,15 +207,20 @@ class StorageReader(DcpStorageReader):
     @at_boundary(LoadError)
     def _read_metadata(self) -> Metadata:
         load = self._load
-        decision = newest(self.store) if load.name is None else find(self.store, load.name)
-        manifest = read_manifest(self.store, decision)
-        index = read_index(self.store, decision, manifest)
+        decision, manifest, index = self._pinned or self._find(load.name)
+        if load.name not in {None, decision.checkpoint}:
+            raise ConfigError(f"this reader is pinned to {decision.checkpoint}", key=load.name or "")
         metadata = build_metadata(index, manifest.index.key)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=f"{self.store.url}/{decision.checkpoint}", modules=["txstore"]
         )
         load.decision, load.index, load.metadata = decision, index, metadata
         return metadata
+
+    def _find(self, name: str | None) -> tuple[Decision, Manifest, Index]:
+        decision = newest(self.store) if name is None else find(self.store, name)
+        manifest = read_manifest(self.store, decision)
+        return decision, manifest, read_index(self.store, decision, manifest)
 
     @at_boundary(LoadError)
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - DCP's signature

@@ -31,7 +31,6 @@ from txstore.errors import (
     IntegrityError,
     LoadError,
     NotProved,
-    PlanMismatch,
     StateMismatch,
     TxStoreError,
 )
@@ -165,15 +164,18 @@ class Resume:
     def _resume(self, decision: Decision, report: ResumeReport) -> None:
         with _timed(report, "examine"):
             manifest = self._decide("examine", lambda: self._examine(decision))
-            metadata = self._read("index", lambda: self._metadata(decision, manifest))
+            index = self._read("index", lambda: read_index(self.store, decision, manifest))
+            metadata = self._attempt("index", lambda: build_metadata(index, manifest.index.key))
+            reader = StorageReader(self.store, strict=False)
+            reader.pin(decision, manifest, index)
         with _timed(report, "judge"):
             judgement, today = self._judge(manifest.description, metadata)
             load = MigratedLoad(metadata, judgement.plan, today)
             self._account_for_all(load.metadata)
-            self._check_python(decision, load)
+            self._check_python(reader, load)
         with _timed(report, "load"):
             target = self._attempt("target", lambda: self.state.target(load.metadata, *self._place, fresh=self._fresh))
-            self._load(decision, load.sources(target))
+            self._load(reader, load.sources(target))
             self._attempt("migrate", lambda: load.finish(target))
         with _timed(report, "restore"):
             change = self.options.on_world_size_change
@@ -201,10 +203,10 @@ class Resume:
     def _fresh(self) -> frozenset[str]:
         return frozenset(self.options.fresh)
 
-    def _check_python(self, decision: Decision, load: MigratedLoad) -> None:
+    def _check_python(self, reader: StorageReader, load: MigratedLoad) -> None:
         """Load the small part first, and compare: most of what does not fit shows before the tensors move."""
         python = self._attempt("python state", lambda: self.state.python_target(load.metadata, *self._place))
-        self._load(decision, load.sources(python))
+        self._load(reader, load.sources(python))
         change = self.options.on_world_size_change
         self._attempt(
             "python state",
@@ -233,10 +235,6 @@ class Resume:
 
     def _decide(self, phase: str, work: Callable[[], T]) -> T:
         return self.exchange.decide(phase, lambda: within(self.deadline_s, self.store, phase, work), LoadError)
-
-    def _metadata(self, decision: Decision, manifest: Manifest) -> Metadata:
-        index = read_index(self.store, decision, manifest)
-        return build_metadata(index, manifest.index.key)
 
     def _judge(self, saved: Description, metadata: Metadata) -> tuple[Judgement, KeyTable]:
         """Compare before a byte is loaded; the tables of all ranks together are today's."""
@@ -272,28 +270,20 @@ class Resume:
                 next_step="build the state with all the pieces that were saved, or name a piece in fresh",
             )
 
-    def _load(self, decision: Decision, target: dict[str, Any]) -> None:
-        """Load on all ranks; the commit that was chosen and no other."""
+    def _load(self, reader: StorageReader, target: dict[str, Any]) -> None:
+        """Load on all ranks."""
 
         def load() -> None:
-            reader = StorageReader(self.store, strict=False)
             try:
                 state_dict_loader.load(
                     target,
-                    checkpoint_id=decision.checkpoint,
                     storage_reader=reader,
                     planner=StrictLoadPlanner(),
                     process_group=self.exchange.group,
                     no_dist=self.exchange.group is None,
                 )
             except CheckpointException as error:  # a BaseException
-                raise cause_of(error, self.exchange.rank, decision.checkpoint) from error
-            if reader.decision is None or reader.decision.txn != decision.txn:
-                raise PlanMismatch(
-                    f"{decision.checkpoint} was committed again while it was being resumed",
-                    key=decision.checkpoint,
-                    next_step="resume again: the state now holds a mixture",
-                )
+                raise cause_of(error, self.exchange.rank, "", LoadError) from error
 
         self._read("load", load)
 

@@ -153,7 +153,7 @@ class BackgroundSaves:
             return None
 
 
-def cause_of(error: BaseException, rank: int, checkpoint: str) -> TxStoreError:
+def cause_of(error: BaseException, rank: int, checkpoint: str, wrap: type[TxStoreError] = SaveError) -> TxStoreError:
     """The typed error inside what DCP raised: that of the lowest rank; foreign ones as text."""
     if isinstance(error, TxStoreError):
         return error.at_rank(rank)
@@ -164,8 +164,8 @@ def cause_of(error: BaseException, rank: int, checkpoint: str) -> TxStoreError:
                 return inner.at_rank(at)
         if failed:
             at, inner = failed[0]
-            return SaveError(f"rank {at} failed: {describe(inner)}", key=checkpoint, rank=at)
-    return SaveError(f"the save failed: {describe(error)}", key=checkpoint, rank=rank)
+            return wrap(f"rank {at} failed: {describe(inner)}", key=checkpoint, rank=at)
+    return wrap(f"rank {rank} failed: {describe(error)}", key=checkpoint, rank=rank)
 
 
 def stuck(store: object, request: Request, deadline_s: float, rank: int) -> DeadlineExceeded:
