@@ -8,12 +8,13 @@ from urllib.parse import unquote
 HIDDEN = "***"
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*:/+)(?P<rest>.*)", re.DOTALL)
+# Linear in the length of the text: a name is looked at from its beginning only, and never given back in parts.
 _SECRET = re.compile(
-    r"(?P<name>[\w.-]*(?:secret|token|passw(?:or)?d|passphrase|pwd|credential|signature|access[_-]?key|account[_-]?key"
-    r"|api[_-]?key|\bsig|\bsas|\bkey)[\w.-]*)(?P<equals>=|%3[dD])(?P<value>[^&;,#?\s/]+)",
+    r"(?<![\w.-])(?=[\w.-]*?(?:secret|token|passw(?:or)?d|passphrase|pwd|credential|signature|access[_-]?key"
+    r"|account[_-]?key|api[_-]?key|\bsig|\bsas|\bkey))(?P<name>[\w.-]++)(?P<equals>=|%3[dD])(?P<value>[^&;,#?\s/]+)",
     re.IGNORECASE,
 )
-_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]+")
+_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,64}://[^\s'\"]+")
 # In abfs://container@account.dfs.core.windows.net/ a container stands where other URLs have user and password.
 _CONTAINER_URL = re.compile(r"(?:az|abfss?):/+(?:\$root|[a-z0-9-]{3,63})@[^/@]*(?:/.*)?", re.IGNORECASE | re.DOTALL)
 _SHORTEST = 4

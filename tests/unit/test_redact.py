@@ -77,3 +77,17 @@ def test_printable(text: str, shown: str) -> None:
 @given(st.text())
 def test_printable_is_printable(text: str) -> None:
     assert printable(text).isprintable()
+
+
+@pytest.mark.parametrize("piece", ["a", "a.", "a-", "token", "s3:", "//", "a@", "key=", "%3d"])
+def test_a_megabyte_without_a_break_takes_no_minutes(piece):
+    """Time by the square of the length would be hours; pytest's own limit ends that."""
+    text = piece * (1_000_000 // len(piece))
+    assert len(redact_text(text)) > 0
+    assert len(redact(f"s3://bucket/{text}")) > 0
+
+
+@pytest.mark.parametrize("before", ["1", "x" * 200, "-", "a" * 100 + "1"])
+def test_a_url_is_found_whatever_stands_before_it(before):
+    assert "hunter22" not in redact_text(f"{before}https://user:hunter22@host/x")
+    assert "hunter22" not in redact(f"s3://bucket/{before}token=hunter22")
