@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from txstore.dcp import StorageReader, StorageWriter
 
-State = dict[str, torch.Tensor]
+State = dict[str, dict[str, torch.Tensor]]  # nested, as trainers have it: DCP logs every key of the top level
 Save = Callable[[State, Path], Future[Any] | None]
 
 OURS, STOCK, LIMIT = "txstore", "stock: DefaultStager", "limit: warm copy_"
@@ -37,7 +37,12 @@ MAX_OF_STOCK, MAX_OF_LIMIT = 1 / 3, 1.3
 def make_state(mib: int, tensor_mib: int) -> State:
     """Large tensors of one size, and a hundred small ones as norms and step counters are."""
     large = {f"layer.{i}": torch.randn(tensor_mib << 18) for i in range(max(1, mib // tensor_mib))}
-    return large | {f"norm.{i}": torch.randn(1024) for i in range(100)}
+    return {"model": large, "optimizer": {f"norm.{i}": torch.randn(1024) for i in range(100)}}
+
+
+def tensors(state: State) -> list[torch.Tensor]:
+    """All of them, in order."""
+    return [tensor for part in state.values() for tensor in part.values()]
 
 
 def stager(*, shared: bool = False) -> DefaultStager:
@@ -53,7 +58,7 @@ def variants(state: State) -> dict[str, Save]:
     """Everything that is compared; a reused stager keeps its memory, and may write over a save in flight."""
     kept, kept_shared = stager(), stager(shared=True)
     written: list[StorageWriter] = []
-    warm = {key: torch.randn_like(value) for key, value in state.items()}
+    warm = [torch.randn_like(tensor) for tensor in tensors(state)]
 
     def stock(one: DefaultStager | None) -> Save:
         def save(state: State, folder: Path) -> Future[Any]:
@@ -71,8 +76,8 @@ def variants(state: State) -> dict[str, Save]:
         return dcp.async_save(state, storage_writer=written[0], checkpoint_id="step-1")
 
     def plain(state: State, folder: Path) -> None:  # noqa: ARG001 - the signature of all
-        for key, value in state.items():
-            warm[key].copy_(value)
+        for target, source in zip(warm, tensors(state), strict=True):
+            target.copy_(source)
 
     return {
         STOCK: stock(None),
@@ -111,9 +116,9 @@ def stall(save: Save, state: State, folder: Path) -> float:
 def check(state: State, folder: Path) -> None:
     """What our stager copied is what was there."""
     dcp.async_save(state, storage_writer=StorageWriter(folder), checkpoint_id="step-1").result()
-    target = {key: torch.zeros_like(value) for key, value in state.items()}
+    target = {name: {key: torch.zeros_like(value) for key, value in part.items()} for name, part in state.items()}
     dcp.load(target, storage_reader=StorageReader(folder))
-    if not all(torch.equal(target[key], value) for key, value in state.items()):
+    if not all(torch.equal(one, other) for one, other in zip(tensors(target), tensors(state), strict=True)):
         raise SystemExit("loaded values differ")
 
 
@@ -172,7 +177,7 @@ def main(arguments: Sequence[str]) -> None:
         try:
             check(state, folder / "check")
             shutil.rmtree(folder / "check")
-            results.append(summary(mib, sum(t.nbytes for t in state.values()), measure(state, options.rounds, folder)))
+            results.append(summary(mib, sum(t.nbytes for t in tensors(state)), measure(state, options.rounds, folder)))
         finally:
             shutil.rmtree(folder)
     if options.json:

@@ -33,7 +33,7 @@ PAGE_BYTES = 4096
 SMALL_BYTES = 1 << 20
 """Below this, regions share one block: thousands of scalars must not cost thousands of allocations."""
 ALIGN_BYTES = 64
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 32 << 20
 """Least that is worth a thread. Pieces are as large as can be: `memcpy` takes the fast way for large ones only."""
 MAX_THREADS = 4
 

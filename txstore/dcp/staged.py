@@ -129,7 +129,7 @@ class Staged(dict[str, Any]):
         super().__init__(state)
         self._lease = lease
         self._refusal = refusal
-        self._stager = threading.get_ident() if save_ends_with_thread else None
+        self._save_ends_with_thread = save_ends_with_thread
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         """As of any dict."""
@@ -140,7 +140,7 @@ class Staged(dict[str, Any]):
 
     def _note_reader(self) -> bool:
         """Bind the end of this thread to the buffers; returns whether it is the thread of a save."""
-        if self._lease is None or self._stager in {None, threading.get_ident()}:
+        if self._lease is None or not self._save_ends_with_thread:
             return False
         _reader.tenures = [tenure for tenure in _reader.tenures if not tenure.give_back.done]
         if all(tenure.give_back is not self._lease.give_back for tenure in _reader.tenures):
