@@ -1,4 +1,4 @@
-"""Save and load of one state, stock DCP and txstore in turn, on the same disk: ``python benchmarks/posix.py DIR``.
+"""Save and load of one state, stock DCP and txstore in turn, on the same disk: ``python -m benchmarks posix DIR``.
 
 Prints a median and ratios. Absolute times are noise on a shared machine; ratios of one run are not.
 """
@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -50,13 +50,13 @@ def timed(call: Callable[[State], object], state: State) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Run the rounds and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks posix", description=__doc__)
     parser.add_argument("folder", nargs="?", default=tempfile.gettempdir())
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     state = make_state(options.mib)
     gib = sum(tensor.nbytes for tensor in state.values()) / 2**30
@@ -82,7 +82,3 @@ def main() -> None:
             f"txstore {rate['txstore']:.2f} GiB/s, {cpu['txstore']:.2f} CPU-s/GiB; "
             f"ratio {rate['txstore'] / rate['stock']:.2f}"
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 
 from txstore import open_store
 from txstore.catalog import newest
-from txstore.dcp import StorageReader, StorageWriter
+from txstore.dcp import SnapshotBuffers, StorageReader, StorageWriter
 from txstore.errors import CheckpointNotFound
 from txstore.manifest import Description, Progress
 
@@ -122,10 +122,12 @@ class BackgroundSaves:
         # Saves run beside training: on the same group their collectives would mix with those of the step.
         self._group = dist.new_group(backend="gloo")
         self._last: Future[Any] | None = None
+        # Each save has a writer of its own, with its description: the host memory is the same for all.
+        self._buffers = SnapshotBuffers()
 
     def start(self, checkpoint: str, state: dict[str, Any], description: Description) -> None:
         self.wait()
-        writer = StorageWriter(self._url, description=description)
+        writer = StorageWriter(self._url, description=description, buffers=self._buffers)
         if checkpoint == self._stop_in and self._stop_marker is not None:
             writer = StopsBeforeCommit(self._url, self._stop_marker)
         self._last = dcp.async_save(state, checkpoint_id=checkpoint, storage_writer=writer, process_group=self._group)

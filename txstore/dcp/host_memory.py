@@ -1,7 +1,7 @@
 """Host memory for snapshots: blocks that are kept and given again, and the fastest copy into them.
 
 Measured on two cores with 512 MiB, in GiB/s: into fresh memory 3; into warm memory `Tensor.copy_` 9, on two threads 14;
-``memcpy`` (`numpy.copyto`) 15, since from some 20 MiB on it writes past the caches, on two threads 23. That holds
+``memcpy`` (`numpy.copyto`) 15, since from some 100 MiB on it writes past the caches, on two threads 23. That holds
 only if the target begins on a page: one that lies 64 bytes further in its page than the source made it 3.6.
 Huge pages gave nothing more when warm, and made the first copy four times slower.
 """
@@ -33,8 +33,8 @@ PAGE_BYTES = 4096
 SMALL_BYTES = 1 << 20
 """Below this, regions share one block: thousands of scalars must not cost thousands of allocations."""
 ALIGN_BYTES = 64
-PIECE_BYTES = range(8 << 20, 64 << 20)
-"""Least and most that one thread copies at once: worth a thread, and small enough that all end at about one time."""
+PIECE_BYTES = 32 << 20
+"""Least that is worth a thread. Pieces are as large as can be: `memcpy` takes the fast way for large ones only."""
 MAX_THREADS = 4
 
 
@@ -135,7 +135,7 @@ def copy_regions(pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
 def _copy_on_cpu(runs: list[tuple[Bytes, Bytes]], rest: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     share = sum(out.nbytes for _, out in runs) // threads
-    pieces = _pieces(runs, min(max(share, PIECE_BYTES.start), PIECE_BYTES.stop))
+    pieces = _pieces(runs, max(share, PIECE_BYTES))
     threads = min(threads, pieces.qsize())
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="txstore-snapshot") as pool:
         helpers = [pool.submit(_drain, pieces) for _ in range(threads - 1)]

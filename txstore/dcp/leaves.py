@@ -17,7 +17,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from txstore.dcp.tensors import check_storable
-from txstore.errors import UnsupportedValue
+from txstore.errors import UnsupportedValue, describe
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
@@ -76,7 +76,9 @@ class Cloned:
 
     def clone(self) -> torch.Tensor:
         """A copy on the CPU."""
-        return self.tensor.detach().cpu().clone() if self.tensor.is_quantized else _clone_sharded(self.tensor)
+        if isinstance(self.tensor, ShardedTensor):
+            return _clone_sharded(self.tensor)
+        return self.tensor.detach().cpu().clone()
 
 
 Leaf: TypeAlias = Plain | Wrapped | Cloned
@@ -89,18 +91,15 @@ class Layout:
     Attributes:
         leaves: Each tensor of the state with its name and what becomes of it; one that occurs twice is here once.
         regions: What is copied into buffers.
-        alone: Numbers of the regions of which some tensor lies in a tuple. DCP pickles a tuple, with all memory
-            that its tensors belong to: they must not share it with others.
         cloned_bytes: What is copied by tensors' own methods.
     """
 
     leaves: list[tuple[str, torch.Tensor, Leaf]] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
-    alone: set[int] = field(default_factory=set)
     cloned_bytes: int = 0
     _known: dict[tuple[object, ...], int] = field(default_factory=dict)
 
-    def add(self, tensor: torch.Tensor, name: str, *, in_tuple: bool) -> Leaf:
+    def add(self, tensor: torch.Tensor, name: str) -> Leaf:
         """Lay out one tensor.
 
         Raises:
@@ -109,38 +108,30 @@ class Layout:
         if isinstance(tensor, ShardedTensor):
             nbytes = sum(shard.tensor.nbytes for shard in tensor.local_shards())
             return self._cloned(tensor, nbytes)
+        if tensor.is_nested and tensor.layout == torch.strided:
+            raise UnsupportedValue(f"{name!r} is a nested tensor", key=name, next_step="save its parts instead")
+        check_storable(tensor, name)
         subclass = None if type(tensor) in _PLAIN_CLASSES else tensor
         if subclass is not None:
             if isinstance(tensor, AsyncCollectiveTensor):
-                return self.add(
-                    tensor.wait(), name, in_tuple=in_tuple
-                )  # until then its memory is whatever was there before
+                # Until then its memory is whatever was there before.
+                return self.add(tensor.wait(), name)
             if _is_wrapper(tensor):
-                return self._wrapped(tensor, name, in_tuple)
-        if tensor.is_nested:
-            raise UnsupportedValue(f"{name!r} is a nested tensor", key=name, next_step="save its parts instead")
-        check_storable(tensor, name)
+                return self._wrapped(tensor, name)
         if tensor.is_quantized:
             return self._cloned(tensor, tensor.numel() * tensor.element_size())
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - the only way to a subclass's plain memory
             source = tensor.detach()
-        region = self._region(source)
-        if in_tuple and region is not None:
-            self.alone.add(region)
-        return Plain(source, tensor.requires_grad, region, subclass)
+        return Plain(source, tensor.requires_grad, self._region(source), subclass)
 
     def _cloned(self, tensor: torch.Tensor, nbytes: int) -> Cloned:
         self.cloned_bytes += nbytes
         return Cloned(tensor, nbytes)
 
-    def _wrapped(self, tensor: Any, name: str, in_tuple: bool) -> Wrapped:  # noqa: FBT001 - handed on
+    def _wrapped(self, tensor: Any, name: str) -> Wrapped:
         names, context = tensor.__tensor_flatten__()
         parts = {part: getattr(tensor, part) for part in names}
-        inner = {
-            part: self.add(value, name, in_tuple=in_tuple)
-            for part, value in parts.items()
-            if isinstance(value, torch.Tensor)
-        }
+        inner = {part: self.add(value, name) for part, value in parts.items() if isinstance(value, torch.Tensor)}
         fixed = {part: value for part, value in parts.items() if part not in inner}
         return Wrapped(tensor, context, inner, fixed)
 
@@ -165,40 +156,43 @@ def lay_out(state_dict: Mapping[str, Any]) -> Layout:
         UnsupportedValue: A tensor that cannot be copied exactly; names its key and its class.
     """
     layout = Layout()
-    found: dict[int, torch.Tensor] = {}
-    for path, tensor, in_tuple in _tensors(state_dict, (), {}):
-        if id(tensor) not in found:
-            found[id(tensor)] = tensor
-            name = ".".join(path)
-            layout.leaves.append((name, tensor, layout.add(tensor, name, in_tuple=in_tuple)))
-        elif in_tuple:
-            layout.add(tensor, ".".join(path), in_tuple=True)
+    # Objects, not only ids: the id of an object that is gone may be another's.
+    seen: dict[int, object] = {}
+    for path, tensor in _tensors(state_dict, (), seen):
+        if id(tensor) in seen:
+            continue
+        seen[id(tensor)] = tensor
+        name = ".".join(path)
+        try:
+            layout.leaves.append((name, tensor, layout.add(tensor, name)))
+        except UnsupportedValue:
+            raise
+        except Exception as error:
+            raise UnsupportedValue(
+                f"{name!r} is a {type(tensor).__name__} that cannot be copied: {describe(error)}", key=name
+            ) from error
     return layout
 
 
-_Found: TypeAlias = tuple[tuple[str, ...], torch.Tensor, bool]
-
-
 def _tensors(
-    value: object, path: tuple[str, ...], seen: dict[tuple[int, bool], object], *, in_tuple: bool = False
-) -> Iterator[_Found]:
+    value: object, path: tuple[str, ...], seen: dict[int, object]
+) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        yield path, value, in_tuple
+        yield path, value
         return
     entries: Iterator[tuple[object, object]]
     if isinstance(value, Mapping):
         entries = iter(value.items())
     elif isinstance(value, (list, tuple)):
         entries = iter(enumerate(value))
-        in_tuple = in_tuple or isinstance(value, tuple)
     else:
         return
-    if (id(value), in_tuple) in seen:  # a container that holds itself
+    if id(value) in seen:  # a container that holds itself
         return
-    seen[id(value), in_tuple] = value  # kept: the id of an object that is gone may be another's
+    seen[id(value)] = value
     for key, entry in entries:
         if not isinstance(entry, (int, float, str, bytes, type(None))):
-            yield from _tensors(entry, (*path, str(key)), seen, in_tuple=in_tuple)
+            yield from _tensors(entry, (*path, str(key)), seen)
 
 
 def _is_wrapper(tensor: object) -> bool:

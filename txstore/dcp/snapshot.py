@@ -159,12 +159,10 @@ class SnapshotBuffers:
         except (RuntimeError, MemoryError) as error:
             raise _too_large(needed, f"no memory: {describe(error)}") from error
         lease = Lease(give_back)
-        shared = [Memory(block, lease).storage() for block in blocks]
+        memories = [Memory(block, lease) for block in blocks]
         copies = [
-            _Copy(region, Memory(blocks[block][start : start + region.nbytes], lease).storage(), 0)
-            if number in layout.alone
-            else _Copy(region, shared[block], start)
-            for number, (region, (block, start)) in enumerate(zip(layout.regions, places, strict=True))
+            _Copy(region, memories[block].storage(start, region.nbytes))
+            for region, (block, start) in zip(layout.regions, places, strict=True)
         ]
         state = _rebuilt(state_dict, layout, copies)
         copy_regions(
@@ -210,11 +208,10 @@ def _available() -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Where the copy of a region lies: in `storage`, from byte `start` on."""
+    """Where the copy of a region lies."""
 
     region: Region
     storage: torch.UntypedStorage
-    start: int
 
 
 def _rebuilt(state_dict: Mapping[str, Any], layout: Layout, copies: list[_Copy]) -> dict[str, Any]:
@@ -253,7 +250,7 @@ def _build_plain(leaf: Plain, copies: list[_Copy]) -> torch.Tensor:
     if leaf.region is None:
         made = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
     else:
-        made = _show(copies[leaf.region].region, copies[leaf.region].storage, copies[leaf.region].start)
+        made = _show(copies[leaf.region].region, copies[leaf.region].storage, 0)
     if leaf.subclass is not None:
         made = made.as_subclass(type(leaf.subclass))
         vars(made).update(copy.deepcopy(vars(leaf.subclass)))

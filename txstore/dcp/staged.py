@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import ItemsView, Mapping
 from typing import Any
@@ -21,6 +22,9 @@ import numpy as np
 import torch
 
 from txstore.errors import TxStoreError
+
+_HEAD_START_S = 0.005
+"""`async_save` starts its thread before it returns. The two would fight for the GIL, 5 ms a turn: training first."""
 
 
 class GiveBack:
@@ -56,23 +60,32 @@ class Lease:
 
 
 class Memory:
-    """Some host memory, as numpy and then torch take it: what they make of it keeps this object, and so the lease."""
+    """A block of host memory, as numpy and then torch take it: what they make of it keeps the block and the lease."""
 
-    __slots__ = ("__array_interface__", "_buffer", "_lease")
+    def __init__(self, block: torch.Tensor, lease: Lease) -> None:
+        self._bytes = np.asarray(_Exported(block, lease))
 
-    def __init__(self, buffer: torch.Tensor, lease: Lease) -> None:
-        self._buffer = buffer
+    def storage(self, start: int, nbytes: int) -> torch.UntypedStorage:
+        """A part of the memory, as a storage of its own.
+
+        Of its own, because DCP pickles tensors in tuples with their whole storage, and because torch 2.13 dies of a
+        segmentation fault when DTensors that share one are sent to the process of PROCESS mode.
+        """
+        return torch.from_numpy(self._bytes[start : start + nbytes]).untyped_storage()
+
+
+class _Exported:
+    __slots__ = ("__array_interface__", "_block", "_lease")
+
+    def __init__(self, block: torch.Tensor, lease: Lease) -> None:
+        self._block = block
         self._lease = lease
         self.__array_interface__ = {
-            "shape": (buffer.nbytes,),
+            "shape": (block.nbytes,),
             "typestr": "|u1",
-            "data": (buffer.data_ptr(), False),
+            "data": (block.data_ptr(), False),
             "version": 3,
         }
-
-    def storage(self) -> torch.UntypedStorage:
-        """The memory as torch sees it; the buffer and the lease live as long as it does."""
-        return torch.from_numpy(np.asarray(self)).untyped_storage()
 
 
 class _Tenure:
@@ -116,20 +129,23 @@ class Staged(dict[str, Any]):
         super().__init__(state)
         self._lease = lease
         self._refusal = refusal
-        self._stager = threading.get_ident() if save_ends_with_thread else None
+        self._save_ends_with_thread = save_ends_with_thread
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         """As of any dict."""
-        self._note_reader()
+        if self._note_reader():
+            time.sleep(_HEAD_START_S)
         _reader.refusal = self._refusal
         return super().items()
 
-    def _note_reader(self) -> None:
-        if self._lease is None or self._stager in {None, threading.get_ident()}:
-            return
+    def _note_reader(self) -> bool:
+        """Bind the end of this thread to the buffers; returns whether it is the thread of a save."""
+        if self._lease is None or not self._save_ends_with_thread:
+            return False
         _reader.tenures = [tenure for tenure in _reader.tenures if not tenure.give_back.done]
         if all(tenure.give_back is not self._lease.give_back for tenure in _reader.tenures):
             _reader.tenures.append(_Tenure(self._lease.give_back))
+        return True
 
     def __reduce__(self) -> tuple[object, ...]:
         # PROCESS mode: torch sends a copy of the memory to the process that saves.
@@ -147,6 +163,9 @@ def refused(error: TxStoreError) -> Staged:
     Raised where it happened, in the training thread of one rank, it would leave the other ranks waiting
     for that rank's part of the save.
     """
+    # Without its frames, which hold the state: the future that carries this may be kept for long.
+    error.__cause__ = error.__context__ = None
+    error = error.with_traceback(None)
     return Staged({error.key or "snapshot": torch.empty((), device="meta")}, refusal=error)
 
 
