@@ -34,7 +34,7 @@ from txstore.errors import (
     StateMismatch,
     TxStoreError,
 )
-from txstore.keys import SlotName
+from txstore.keys import SlotName, parse_decision_key
 from txstore.manifest import Decision, Description, Manifest
 from txstore.ops.report import Depth
 from txstore.ops.verify import verify
@@ -132,30 +132,32 @@ class Resume:
         report = ResumeReport(store=self.store.url, world_size=self.exchange.world_size)
         damaged: dict[SlotName, TxStoreError] = {}
         while True:
-            decision = self._choose(report, damaged)
-            if decision is None:
-                return report
+            decision: Decision | None = None
             try:
-                self._resume(decision, report)
+                decision = self._choose(report, damaged)
+                if decision is not None:
+                    self._resume(decision, report)
                 return report
             except TxStoreError as error:
                 self.teller.not_restored(decision, error)
-                may_fall_back = self.options.fallback == "previous" and self.options.checkpoint is None
-                if not (may_fall_back and isinstance(error, IntegrityError | FormatError)):
+                name = self._may_pass_over(decision, error)
+                if name is None or name in damaged:
                     raise
-                log.warning("%s is damaged, falling back to the one before: %s", decision.checkpoint, error)
-                damaged[SlotName(decision.checkpoint, decision.slot)] = error
-                report.fell_back.append(FellBack(decision.checkpoint, str(error)))
+                log.warning("%s is damaged, falling back to the one before: %s", name.checkpoint, error)
+                damaged[name] = error
+                report.fell_back.append(FellBack(name.checkpoint, str(error)))
+
+    def _may_pass_over(self, decision: Decision | None, error: TxStoreError) -> SlotName | None:
+        """What is damaged by this error, if another checkpoint may be taken instead: the decision record included."""
+        if self.options.fallback == "error" or self.options.checkpoint is not None:
+            return None
+        if not isinstance(error, IntegrityError | FormatError):
+            return None
+        return SlotName(decision.checkpoint, decision.slot) if decision else parse_decision_key(error.key)
 
     def _choose(self, report: ResumeReport, damaged: Mapping[SlotName, TxStoreError]) -> Decision | None:
-        try:
-            with _timed(report, "choose"):
-                decision = self._decide(
-                    "choose", lambda: choose(self.store, self.options.checkpoint, frozenset(damaged))
-                )
-        except TxStoreError as error:
-            self.teller.not_restored(None, error)
-            raise
+        with _timed(report, "choose"):
+            decision = self._decide("choose", lambda: choose(self.store, self.options.checkpoint, frozenset(damaged)))
         if damaged and decision is not None:
             name, damage = list(damaged.items())[-1]
             self.teller.fell_back(decision, name.checkpoint, damage)
