@@ -350,5 +350,5 @@ def _refuse_unequal(digests: list[dict[str, str]]) -> None:
                 f"what is saved once for all ranks differs between rank 0 and rank {rank}: {', '.join(differing)}",
                 key=differing[0],
                 rank=rank,
-                next_step="mark what each rank has for itself with per_rank; record the same values on all ranks",
+                next_step="make replicas equal; mark what each rank has for itself with per_rank; record equal values",
             )

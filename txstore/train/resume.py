@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from txstore.compat.judgement import NO_MATRIX, Judgement, judge
 from txstore.compat.key_tables import KeyTable, TensorFact
+from txstore.compat.load_plan import LoadPlan
 from txstore.compat.matrix import Matrix
 from txstore.dcp.metadata import build_metadata
 from txstore.dcp.planner import StrictLoadPlanner
@@ -186,7 +187,8 @@ class Resume:
                 lambda: self.state.apply(target, *self._place, on_world_size_change=change, fresh=self._fresh),
             )
         with _timed(report, "validate"):
-            report.checks = self._validate()
+            migrated = {"model"} if judgement.plan != LoadPlan() else set()
+            report.checks = self._validate(self._fresh | migrated)
         report.checkpoint, report.step = decision.checkpoint, applied.progress.global_step
         report.slot, report.txn = decision.slot, decision.txn
         report.saved_world_size = applied.saved_world_size
@@ -215,8 +217,8 @@ class Resume:
             lambda: self.state.check(python, *self._place, on_world_size_change=change, fresh=self._fresh),
         )
 
-    def _validate(self) -> list[Check]:
-        checks = self._attempt("validate", lambda: self.state.validate(fresh=self._fresh))
+    def _validate(self, unknown: frozenset[str]) -> list[Check]:
+        checks = self._attempt("validate", lambda: self.state.validate(fresh=unknown))
         failed = "; ".join(f"{check.name}: {check.detail}" for check in checks if check.ok is False)
         error = NotProved(f"after the restore: {failed}", rank=self.exchange.rank) if failed else None
         self.exchange.settle("validate", error)
