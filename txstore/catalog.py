@@ -7,6 +7,7 @@ text order, modification times or a clock. ``latest.json`` is not consulted: one
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,7 @@ from txstore.keys import (
     STORE_KEY,
     SlotName,
     check_checkpoint,
+    decision_key,
     parse_decision_key,
     parse_retired_key,
     step_of,
@@ -59,8 +61,12 @@ def entries(store: Store) -> list[Entry]:
     return sorted(found, key=lambda entry: (*_by_step(entry.decision.checkpoint), entry.decision.slot))
 
 
-def newest(store: Store) -> Decision:
+def newest(store: Store, *, passed_over: Collection[str] = ()) -> Decision:
     """The commit with the highest step that stands.
+
+    Args:
+        store: The store.
+        passed_over: Names of checkpoints that are known to be damaged; their records are not read.
 
     Raises:
         CheckpointNotFound: A successful listing holds none.
@@ -69,7 +75,7 @@ def newest(store: Store) -> Decision:
     """
     slots, retired = _listing(store)
     best: Decision | None = None
-    for checkpoint in sorted(slots, key=_by_step, reverse=True):
+    for checkpoint in sorted(slots.keys() - set(passed_over), key=_by_step, reverse=True):
         if best is not None and step_of(checkpoint) != best.step:
             break
         decision = _standing(store, checkpoint, slots[checkpoint], retired)
@@ -140,7 +146,8 @@ def _must_read(store: Store, checkpoint: str, slot: int) -> Decision:
     decision = read_decision(store, checkpoint, slot)
     if decision is None:
         raise IntegrityError(
-            f"the decision of {checkpoint}.{slot} is missing, although it or a later one is listed", key=checkpoint
+            f"the decision of {checkpoint}.{slot} is missing, although it or a later one is listed",
+            key=decision_key(checkpoint, slot),
         )
     return decision
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -407,3 +409,20 @@ def test_a_resume_from_a_store_that_does_not_answer_ends(store_url, gate, verb):
         saves.resume()
     gate.open.set()
     saves.close()
+
+
+def test_a_forked_process_does_not_wait_for_the_saves_of_its_parent(store_url, gate):
+    """A data loader's worker is forked while a save is on its way, and ends as if there were none."""
+    run = Run()
+    with Checkpointer(gated(store_url, gate), run.state) as saves:
+        saves.save()
+        assert gate.reached.wait(10)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a later Python warns of threads
+            worker = multiprocessing.get_context("fork").Process(target=int)
+            worker.start()
+        worker.join(20)
+        code = worker.exitcode
+        worker.kill()
+        gate.open.set()
+    assert code == 0

@@ -185,11 +185,12 @@ def test_saves_never_meet_the_collectives_of_training(pool: Pool, store_url: str
 
 
 def train_and_save(me: Rank, url: str) -> Any:
-    run = ranked(me)
+    run = Run()
     with Checkpointer(url, run.state) as saves:
         assert saves.resume().fresh
         for _ in range(3):
             run.step()
+        torch.manual_seed(100 + me.rank)
         saves.save()
         return torch.rand(3).tolist()
 
@@ -207,3 +208,24 @@ def test_every_rank_gets_its_own_random_streams_back(pool: Pool, store_url: str)
     draws = pool.run(WORLD, train_and_save, store_url)
     assert len({tuple(one) for one in draws}) == WORLD
     assert pool.run(WORLD, resume_and_draw, store_url) == [(one, 3, "step-3") for one in draws]
+
+
+def drifted(me: Rank, url: str, what: str) -> Any:
+    run = Run()
+    run.step()
+    if me.rank == 2:
+        with torch.no_grad():
+            if what == "parameters":
+                run.model.last.weight += 1e-6
+            else:
+                run.optimizer.state[run.model.last.weight]["exp_avg_sq"] += 1e-9
+    refused = pytest.raises(PlanMismatch, match=f"differs between rank 0 and rank 2: {what}")
+    with Checkpointer(url, run.state) as saves, refused:
+        saves.save()
+
+
+@pytest.mark.parametrize("what", ["parameters", "moments"])
+def test_replicas_that_differ_are_refused_and_not_mixed(pool: Pool, store_url: str, what: str) -> None:
+    """Failure case E1: of equal keys DCP keeps one, and not of the same rank for each."""
+    pool.run(WORLD, drifted, store_url, what)
+    assert committed(store_url) == []

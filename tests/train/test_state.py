@@ -204,6 +204,7 @@ def test_a_capture_is_of_one_instant() -> None:
 
 def test_the_digests_tell_which_piece_differs_between_ranks() -> None:
     first, second = one_cycle(), one_cycle()
+    second.module.load_state_dict(first.module.state_dict())
     assert first.state.capture().shared_digests == second.state.capture(1, 2).shared_digests
     second.optimizers[0].param_groups[0]["lr"] = 7.0
     a, b = first.state.capture().shared_digests, second.state.capture(1, 2).shared_digests

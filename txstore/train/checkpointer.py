@@ -24,7 +24,7 @@ from txstore.errors import (
     TxStoreError,
 )
 from txstore.events import Observer, SavePhase
-from txstore.manifest import Decision, Description
+from txstore.manifest import Decision, Description, Progress
 from txstore.retry import RetryPolicy
 from txstore.store import Store
 from txstore.train import exit_guard
@@ -68,7 +68,8 @@ class Checkpointer:
         description: Topology, fingerprints and settings of this run; each save adds its progress.
         policy: Limits of background saves.
         proof: What counts as a jump in the first steps after a resume.
-        overwrite: As for `StorageWriter`.
+        overwrite: As for `StorageWriter`. Without it a run commits again what its own resume passed over as damaged,
+            and a step of its own at a later micro step; nothing else.
         retry: Attempts and deadlines of store operations.
         process_group: The ranks; the default group if None. Two gloo groups of the checkpointer's own are made.
         observers: Who is told every event: metrics, an event log, a function of your own.
@@ -94,6 +95,8 @@ class Checkpointer:
         self.state = state
         self.policy = policy or SavePolicy()
         self.description = description or Description()
+        self._overwrite = overwrite
+        self._mine: dict[str, Progress | None] = {}
         self.store = connect(store, retry, options)
         self._writer = StorageWriter(self.store, overwrite=overwrite, description=self.description)
         front, back = own_groups or (None, None)
@@ -146,6 +149,7 @@ class Checkpointer:
             handle=handle,
             snapshot=snapshot,
             description=replace(self.description, progress=captured.progress),
+            overwrite=self._overwrite or self._may_replace(handle.checkpoint, captured.progress),
             requested_s=requested_s,
             waited_s=waited_s,
             staged_s=time.monotonic(),
@@ -154,6 +158,17 @@ class Checkpointer:
         self._ledger.add(request)
         self._saves.submit(request)
         return handle
+
+    def _may_replace(self, checkpoint: str, progress: Progress) -> bool:
+        """Whether this run may commit a checkpoint again, unasked; takes note of the one that is being saved.
+
+        It may if its resume passed the checkpoint over as damaged: else it would fail there after every resume, for
+        ever. And if its own one of the same step is of another micro step: else a preempted job that saves inside an
+        accumulation window would lose what it did since the step.
+        """
+        may = checkpoint in self._mine and self._mine[checkpoint] != progress
+        self._mine[checkpoint] = progress
+        return may
 
     def _told(self, handle: SaveHandle, phase: SavePhase, work: Callable[[], T]) -> T:
         """Do `work`; tell the observers if it fails."""
@@ -220,7 +235,9 @@ class Checkpointer:
             teller=self._teller,
             deadline_s=self.policy.deadline_s,
         ).run()
+        self._mine = dict.fromkeys(one.checkpoint for one in report.fell_back)
         if not report.fresh:
+            self._mine[report.checkpoint] = self.state.progress.recorded()
             self.description = replace(self.description, accepted=tuple(report.accepted))
             self._proof = ProofWatch(report, tuple(self.state.history), self._proof_policy, self.state.expected_batch)
         return report
@@ -333,5 +350,5 @@ def _refuse_unequal(digests: list[dict[str, str]]) -> None:
                 f"what is saved once for all ranks differs between rank 0 and rank {rank}: {', '.join(differing)}",
                 key=differing[0],
                 rank=rank,
-                next_step="mark what each rank has for itself with per_rank; record the same values on all ranks",
+                next_step="make replicas equal; mark what each rank has for itself with per_rank; record equal values",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from txstore.catalog import entries, find, newest
+from txstore.catalog import find, newest
 from txstore.decisions import read_manifest
 from txstore.errors import CheckpointNotFound, CheckpointRetired, IntegrityError, LoadError
 from txstore.keys import SlotName
@@ -23,20 +23,16 @@ def choose(store: Store, checkpoint: str | None, damaged: Collection[SlotName] =
     """
     if checkpoint is not None:
         return find(store, checkpoint)
-    if not damaged:
-        try:
-            return newest(store)
-        except CheckpointNotFound:
+    try:
+        return newest(store, passed_over={one.checkpoint for one in damaged})
+    except CheckpointNotFound:
+        if not damaged:
             return None
-    standing = [entry.decision for entry in entries(store) if entry.state == "committed"]
-    left = [one for one in standing if SlotName(one.checkpoint, one.slot) not in damaged]
-    if not left:
         raise IntegrityError(
             f"all {len(damaged)} committed checkpoints are damaged",
             key=store.url,
             next_step="txstore verify names what is wrong; restore the objects from a copy",
-        )
-    return left[-1]
+        ) from None
 
 
 def examined(store: Store, found: Report) -> Manifest:

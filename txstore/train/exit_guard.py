@@ -27,6 +27,8 @@ class Guarded(Protocol):
 
 # Strong references: a checkpointer that was only dropped may hold a failure too.
 _open: dict[int, Guarded] = {}
+# A forked process (a data loader's worker) has no background thread: it would wait for saves that never end in it.
+os.register_at_fork(after_in_child=_open.clear)
 
 
 def guard(checkpointer: Guarded) -> None:

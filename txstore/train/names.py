@@ -65,6 +65,15 @@ class Models:
                     found[_join(name, fqn)] = tensor
         return found
 
+    def saved_buffers(self) -> Iterator[torch.Tensor]:
+        """Every buffer that a state dict holds."""
+        for module in self.modules.values():
+            for _, part in _modules(module, ""):
+                temporary = part._non_persistent_buffers_set  # noqa: SLF001 - torch has no other name for it
+                for name, buffer in part.named_buffers(recurse=False):
+                    if name not in temporary:
+                        yield buffer
+
     def buffer_names(self) -> set[str]:
         """Names of all buffers."""
         return {

@@ -26,11 +26,13 @@ class PieceState:
 
     Attributes:
         shared: Plain state that is equal on all ranks, or None if there is none.
+        replicated: More of `shared`, of which the ranks' difference is told under these names and not the piece's.
         own: Plain state of this rank, or None.
         tensors: Tensors under keys of the checkpoint: references, for the snapshot to copy.
     """
 
     shared: Any = None
+    replicated: Mapping[str, Any] = field(default_factory=dict)
     own: Any = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 

@@ -6,60 +6,119 @@ object, shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from txstore.train.history import History
+from txstore.train.names import Models
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
 from txstore.train.progress import TrainProgress
 from txstore.train.proof import Check
+from txstore.train.python_state import flatten
+from txstore.train.sample import layout, sample
 
 
 class Facts:
     """Reads what a resume is validated by from live objects.
 
     Args:
+        models: The models.
         progress: The counters.
         optimizers: All optimizers.
+        schedulers: Learning rate schedulers.
         scalers: The GradScaler, if there is one.
         data: Data loaders and samplers by name.
+        streams: Reads the random streams; None if they are not saved.
     """
 
     def __init__(
         self,
+        models: Models,
         progress: TrainProgress,
         optimizers: Sequence[torch.optim.Optimizer],
-        scalers: Sequence[Any],
-        data: Mapping[str, Any],
+        *,
+        schedulers: Sequence[Any] = (),
+        scalers: Sequence[Any] = (),
+        data: Mapping[str, Any] | None = None,
+        streams: Callable[[], Any] | None = None,
     ) -> None:
+        self._models = models
         self._progress = progress
         self._optimizers = optimizers
+        self._schedulers = schedulers
         self._scalers = scalers
-        self._data = data
+        self._data = data or {}
+        self._streams = streams
 
     def shared(self) -> dict[str, Any]:
         """Facts that are equal on all ranks."""
         groups = [optimizer.param_groups for optimizer in self._optimizers]
         return {
             "global step": self._progress.global_step,
+            "epoch": self._progress.epoch,
             "consumed samples": self._progress.consumed_samples,
             "micro step": self._progress.micro_step,
             "learning rates": [[float(group["lr"]) for group in one if "lr" in group] for one in groups],
             "param groups": [len(one) for one in groups],
+            "settings of param groups": [[_settings(group) for group in one] for one in groups],
+            "schedulers": [_digest(scheduler.state_dict()) for scheduler in self._schedulers],
             "loss scale": [float(scaler.get_scale()) for scaler in self._scalers],
+            "scalers": [_digest(scaler.state_dict()) for scaler in self._scalers],
         }
 
     def own(self) -> dict[str, Any]:
         """Facts of this rank."""
+        parameters = list(self._models.parameters().values())
+        tensors = [*_sharded(parameters), *self._models.saved_buffers()]
+        moments = [list(_tensors(optimizer.state)) for optimizer in self._optimizers]
+        gradients = [one.grad for one in parameters if one.grad is not None] if self._progress.micro_step else []
         return {
-            "moment tensors": [
-                sum(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
-                for optimizer in self._optimizers
-            ],
+            "layout": layout(tensors),
+            "trained parameters": sum(parameter.requires_grad for parameter in parameters),
+            "shards and buffers": sample(tensors),
+            "moment tensors": [len(one) for one in moments],
+            "shards of moments": [sample(_sharded(one)) for one in moments],
+            "gradients": [len(gradients), sample(gradients)],
+            "random streams": None if self._streams is None else _digest(self._streams()),
             "next batch": {name: _next_batch(item) for name, item in self._data.items()},
         }
+
+    def replicated(self) -> dict[str, Any]:
+        """Samples of what every rank has whole. DCP saves one rank's of each: replicas that differ would be mixed."""
+        parameters = _whole(self._models.parameters().values())
+        moments = [_whole(_tensors(optimizer.state)) for optimizer in self._optimizers]
+        return {
+            "replicated parameters": layout(parameters),
+            "parameters": sample(parameters),
+            "moments": [sample(one) for one in moments],
+        }
+
+
+def _sharded(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+
+
+def _whole(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _digest(value) for name, value in group.items() if name != "params"}
+
+
+def _tensors(state: Mapping[Any, Any]) -> Iterator[torch.Tensor]:
+    for key, values in state.items():
+        if isinstance(key, torch.Tensor):
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def _digest(value: Any) -> str:
+    data, lifted = flatten(value)
+    return hashlib.sha256(data).hexdigest()[:16] + (f" {sample(lifted.values())}" if lifted else "")
 
 
 def _next_batch(item: Any) -> str | None:
@@ -75,11 +134,14 @@ class ProofPiece:
         self._facts = facts
         self._history = history
         self._saved: tuple[dict[str, Any], dict[str, Any] | None] | None = None
+        self._saved_history = ""
 
     def capture(self, place: Place) -> PieceState:  # noqa: ARG002 - the signature of a piece
         """The facts now, and the window of records."""
         return PieceState(
-            shared={"facts": self._facts.shared(), "history": self._history.state_dict()}, own=self._facts.own()
+            shared={"facts": self._facts.shared(), "history": self._history.state_dict()},
+            replicated=self._facts.replicated(),
+            own=self._facts.own(),
         )
 
     def targets(self, saved: SavedKeys, place: Place) -> Targets:  # noqa: ARG002 - the signature of a piece
@@ -96,8 +158,9 @@ class ProofPiece:
 
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
         """The history; the facts are kept for `checks`."""
+        self._saved_history = _digest(loaded.shared["history"])
         self._history.load_state_dict(loaded.shared["history"])
-        self._saved = (loaded.shared["facts"], loaded.own if loaded.same_world else None)
+        self._saved = (loaded.shared, loaded.own if loaded.same_world else None)
         return {"records": len(self._history)}
 
     @property
@@ -108,33 +171,77 @@ class ProofPiece:
         return known[0] if len(known) == 1 else None
 
     def checks(self, fresh: Collection[str] = ()) -> list[Check]:
-        """Compare the saved facts with those of the live objects; facts of pieces that were left fresh are unknown."""
+        """Compare the saved facts with those of the live objects; facts of pieces in `fresh` are unknown."""
         if self._saved is None:
             return [Check("facts", ok=None, detail="nothing was restored")]
-        shared, own = self._saved
-        found = [*_compare(shared, self._facts.shared())]
-        if own is None:
-            found.append(Check("facts of this rank", ok=None, detail="another number of ranks saved"))
+        saved, own = self._saved
+        found = _compare(saved["facts"], self._facts.shared())
+        now = self._facts.replicated()
+        found += _of_this_layout(_compare({name: saved[name] for name in now}, now))
+        is_whole = _digest(self._history.state_dict()) == self._saved_history
+        found.append(Check("history", ok=is_whole, detail=f"{len(self._history)} records"))
+        if own is not None:
+            found += _of_this_layout(_compare(own, self._facts.own()))
         else:
-            found += _compare(own, self._facts.own())
+            found.append(Check("facts of this rank", ok=None, detail="another number of ranks saved"))
         skipped = {fact for fact, piece in _FACTS_OF.items() if piece in fresh}
-        return [Check(check.name, ok=None, detail="left fresh") if check.name in skipped else check for check in found]
+        return [
+            Check(check.name, ok=None, detail="left fresh, or migrated") if check.name in skipped else check
+            for check in found
+        ]
 
 
 _FACTS_OF = {
+    "parameters": "model",
+    "shards and buffers": "model",
     "learning rates": "optimizer",
     "param groups": "optimizer",
+    "settings of param groups": "optimizer",
     "moment tensors": "optimizer",
+    "moments": "optimizer",
+    "shards of moments": "optimizer",
+    "schedulers": "scheduler",
     "loss scale": "scaler",
+    "scalers": "scaler",
+    "gradients": "gradients",
+    "random streams": "rng",
     "next batch": "data",
 }
 """The piece of state that each fact is about; the others are about what is always restored."""
+
+_OF_A_LAYOUT = {
+    "layout",
+    "replicated parameters",
+    "parameters",
+    "moments",
+    "shards and buffers",
+    "moment tensors",
+    "shards of moments",
+    "gradients",
+}
+
+
+def _of_this_layout(checks: list[Check]) -> list[Check]:
+    """Where this rank has other parts of the tensors than it had, its samples say nothing."""
+    if all(check.ok for check in checks if check.name in {"layout", "replicated parameters"}):
+        return checks
+    unknown = "this rank has other parts of the tensors than it had"
+    return [Check(check.name, ok=None, detail=unknown) if check.name in _OF_A_LAYOUT else check for check in checks]
 
 
 def _compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Check]:
     checks = []
     for name in sorted(saved.keys() | now.keys()):
         was, value = saved.get(name), now.get(name)
-        same = name in saved and name in now and was == value
+        same = name in saved and name in now and _holds(was, value)
         checks.append(Check(name, ok=same, detail=f"{value}" if same else f"{value}, {was} was saved"))
     return checks
+
+
+def _holds(saved: Any, now: Any) -> bool:
+    """Whether a fact still holds. A setting that a later torch has added was not saved, and contradicts nothing."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        return all(name in now and _holds(value, now[name]) for name, value in saved.items())
+    if isinstance(saved, list) and isinstance(now, list):
+        return len(saved) == len(now) and all(_holds(*pair) for pair in zip(saved, now, strict=True))
+    return bool(saved == now)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from txstore.compat.judgement import NO_MATRIX, Judgement, judge
 from txstore.compat.key_tables import KeyTable, TensorFact
+from txstore.compat.load_plan import LoadPlan
 from txstore.compat.matrix import Matrix
 from txstore.dcp.metadata import build_metadata
 from txstore.dcp.planner import StrictLoadPlanner
@@ -34,7 +35,7 @@ from txstore.errors import (
     StateMismatch,
     TxStoreError,
 )
-from txstore.keys import SlotName
+from txstore.keys import SlotName, parse_decision_key
 from txstore.manifest import Decision, Description, Manifest
 from txstore.ops.report import Depth
 from txstore.ops.verify import verify
@@ -132,30 +133,32 @@ class Resume:
         report = ResumeReport(store=self.store.url, world_size=self.exchange.world_size)
         damaged: dict[SlotName, TxStoreError] = {}
         while True:
-            decision = self._choose(report, damaged)
-            if decision is None:
-                return report
+            decision: Decision | None = None
             try:
-                self._resume(decision, report)
+                decision = self._choose(report, damaged)
+                if decision is not None:
+                    self._resume(decision, report)
                 return report
             except TxStoreError as error:
                 self.teller.not_restored(decision, error)
-                may_fall_back = self.options.fallback == "previous" and self.options.checkpoint is None
-                if not (may_fall_back and isinstance(error, IntegrityError | FormatError)):
+                name = self._may_pass_over(decision, error)
+                if name is None or name in damaged:
                     raise
-                log.warning("%s is damaged, falling back to the one before: %s", decision.checkpoint, error)
-                damaged[SlotName(decision.checkpoint, decision.slot)] = error
-                report.fell_back.append(FellBack(decision.checkpoint, str(error)))
+                log.warning("%s is damaged, falling back to the one before: %s", name.checkpoint, error)
+                damaged[name] = error
+                report.fell_back.append(FellBack(name.checkpoint, str(error)))
+
+    def _may_pass_over(self, decision: Decision | None, error: TxStoreError) -> SlotName | None:
+        """What is damaged by this error, if another checkpoint may be taken instead: the decision record included."""
+        if self.options.fallback == "error" or self.options.checkpoint is not None:
+            return None
+        if not isinstance(error, IntegrityError | FormatError):
+            return None
+        return SlotName(decision.checkpoint, decision.slot) if decision else parse_decision_key(error.key)
 
     def _choose(self, report: ResumeReport, damaged: Mapping[SlotName, TxStoreError]) -> Decision | None:
-        try:
-            with _timed(report, "choose"):
-                decision = self._decide(
-                    "choose", lambda: choose(self.store, self.options.checkpoint, frozenset(damaged))
-                )
-        except TxStoreError as error:
-            self.teller.not_restored(None, error)
-            raise
+        with _timed(report, "choose"):
+            decision = self._decide("choose", lambda: choose(self.store, self.options.checkpoint, frozenset(damaged)))
         if damaged and decision is not None:
             name, damage = list(damaged.items())[-1]
             self.teller.fell_back(decision, name.checkpoint, damage)
@@ -184,7 +187,8 @@ class Resume:
                 lambda: self.state.apply(target, *self._place, on_world_size_change=change, fresh=self._fresh),
             )
         with _timed(report, "validate"):
-            report.checks = self._validate()
+            migrated = {"model"} if judgement.plan != LoadPlan() else set()
+            report.checks = self._validate(self._fresh | migrated)
         report.checkpoint, report.step = decision.checkpoint, applied.progress.global_step
         report.slot, report.txn = decision.slot, decision.txn
         report.saved_world_size = applied.saved_world_size
@@ -213,8 +217,8 @@ class Resume:
             lambda: self.state.check(python, *self._place, on_world_size_change=change, fresh=self._fresh),
         )
 
-    def _validate(self) -> list[Check]:
-        checks = self._attempt("validate", lambda: self.state.validate(fresh=self._fresh))
+    def _validate(self, unknown: frozenset[str]) -> list[Check]:
+        checks = self._attempt("validate", lambda: self.state.validate(fresh=unknown))
         failed = "; ".join(f"{check.name}: {check.detail}" for check in checks if check.ok is False)
         error = NotProved(f"after the restore: {failed}", rank=self.exchange.rank) if failed else None
         self.exchange.settle("validate", error)

@@ -58,6 +58,7 @@ class Request:
     handle: SaveHandle
     snapshot: Snapshot
     description: Description
+    overwrite: bool
     requested_s: float
     waited_s: float
     staged_s: float
@@ -133,6 +134,7 @@ class BackgroundSaves:
         error: TxStoreError | None = None
         name = request.handle.checkpoint
         self._writer.description = request.description
+        self._writer.overwrite = request.overwrite
         self._writer.on_phase = request.reach
         try:
             state_dict_saver.save(

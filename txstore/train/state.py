@@ -39,7 +39,7 @@ from txstore.train.progress import ProgressPiece, TrainProgress
 from txstore.train.proof import Check
 from txstore.train.proof_piece import Facts, ProofPiece
 from txstore.train.python_blobs import SHARED, blob, digest_of, pack, saved_keys, unpack
-from txstore.train.rng import Generator, RandomStreams
+from txstore.train.rng import Generator, RandomStreams, capture_streams
 from txstore.train.scaler import ScalerPiece
 from txstore.train.stateful import StatefulPiece, scoped
 
@@ -117,13 +117,14 @@ class TrainState:
         self._models = Models(model)
         several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
         self._optimizers = OptimizerPiece(several, self._models)
+        self._extras = StatefulPiece("extra", scoped(extras, "extra", is_shared=True), verify=False)
         self.pieces: dict[str, Piece] = {
             "model": ModelPiece(self._models),
             "optimizer": self._optimizers,
             "scheduler": StatefulPiece("scheduler", scoped(schedulers, "scheduler", is_shared=True), verify=True),
             "scaler": ScalerPiece(scaler),
             "gradients": GradientsPiece(self._models, self.progress),
-            "extras": StatefulPiece("extra", scoped(extras, "extra", is_shared=True), verify=False),
+            "extras": self._extras,
             "progress": ProgressPiece(self.progress),
             "data": CursorPiece(data),
         }
@@ -132,8 +133,16 @@ class TrainState:
             self.pieces["rng"] = RandomStreams(generators or {})
         self.history = History()
         sources = {name: one.item for name, one in scoped(data, "data", is_shared=False).items()}
-        scalers = [one.item for one in scoped(scaler, "scaler", is_shared=True).values()]
-        self._proof = ProofPiece(Facts(self.progress, several, scalers, sources), self.history)
+        facts = Facts(
+            self._models,
+            self.progress,
+            several,
+            schedulers=[one.item for one in scoped(schedulers, "scheduler", is_shared=True).values()],
+            scalers=[one.item for one in scoped(scaler, "scaler", is_shared=True).values()],
+            data=sources,
+            streams=(lambda: capture_streams(generators)) if rng else None,
+        )
+        self._proof = ProofPiece(facts, self.history)
         self.pieces["proof"] = self._proof
 
     def optimizer_layout(self) -> Layout:
@@ -147,7 +156,7 @@ class TrainState:
 
     def validate(self, *, fresh: Collection[str] = ()) -> list[Check]:
         """Compare the live objects with what the checkpoint says of them, after `apply`."""
-        return self._proof.checks(fresh)
+        return [*self._proof.checks(fresh), *self._extras.checks()]
 
     @property
     def expected_batch(self) -> str | None:
@@ -166,7 +175,7 @@ class TrainState:
         state: dict[str, Any] = {}
         for name, piece in states.items():
             _add(state, piece.tensors, name)
-        shared, lifted = pack(SHARED, {name: piece.shared for name, piece in states.items()}, world_size)
+        shared, lifted = pack(SHARED, {name: _shared(piece) for name, piece in states.items()}, world_size)
         own, own_lifted = pack(f"python.rank-{rank}", {name: piece.own for name, piece in states.items()}, world_size)
         for key, tensor in own_lifted.items():
             if isinstance(tensor, DTensor):
@@ -178,6 +187,8 @@ class TrainState:
             _add(state, {SHARED: blob(shared)}, "python")
         _add(state, {f"python.rank-{rank}": blob(own), **own_lifted}, "python")
         digests = {name: digest_of(piece.shared) for name, piece in states.items()}
+        for piece in states.values():
+            digests |= {name: digest_of(value) for name, value in piece.replicated.items()}
         return Captured(state, progress, tuple(states), digests)
 
     def _states(self, place: Place) -> dict[str, PieceState]:
@@ -328,6 +339,10 @@ def unaccounted(metadata: Metadata, accounts: Sequence[frozenset[str]]) -> list[
         accounts: `TrainState.expected_keys` of every rank.
     """
     return sorted(metadata.state_dict_metadata.keys() - frozenset().union(*accounts))
+
+
+def _shared(piece: PieceState) -> Any:
+    return {**piece.shared, **piece.replicated} if piece.replicated else piece.shared
 
 
 def _add(state: dict[str, Any], more: Mapping[str, torch.Tensor], name: str) -> None:
