@@ -29,7 +29,7 @@ WORLD = 4
 GLOO_TIMEOUT_S = 20
 DEADLINE_S = 30.0
 START_S = 150.0  # the first pool waits for the fork server to import torch
-_PRELOAD = [
+PRELOAD = [
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -61,7 +61,7 @@ class Pool:
         self.world = world
         self.broken = False
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+        self._context.set_forkserver_preload(PRELOAD)
         self._folder = folder
         self.pids: list[int] = []
         self._pipes: list[Connection] = []
