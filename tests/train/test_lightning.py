@@ -99,7 +99,7 @@ def test_a_whole_checkpoint_comes_back(lightning: ModuleType, store_url: str, ba
 
 def test_what_cannot_come_back_is_refused_at_the_save(lightning: ModuleType, store_url: str) -> None:
     io = lightning.TxStoreCheckpointIO(store_url)
-    with pytest.raises(UnsupportedValue, match="hyper_parameters.model"):
+    with pytest.raises(UnsupportedValue, match=r"hyper_parameters\.model"):
         io.save_checkpoint(
             {**checkpoint(1), "hyper_parameters": {"model": torch.nn.Linear(1, 1)}}, "epoch=0-step=1.ckpt"
         )
