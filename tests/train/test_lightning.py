@@ -145,22 +145,24 @@ def test_a_failed_background_save_is_raised_and_removes_nothing(
     lightning: ModuleType, store_url: str, then: str
 ) -> None:
     io = lightning.TxStoreCheckpointIO(store_url, background=True)
-    io.save_checkpoint(checkpoint(1), "epoch=0-step=1.ckpt")
+    for step in (1, 2):
+        io.save_checkpoint(checkpoint(step), f"epoch=0-step={step}.ckpt")
     io.teardown()
     io._store = RetryingStore(
         FaultyStore(store_url, Fault(Raise("full"), "put", ".safetensors")), RetryPolicy(attempts=1)
     )
-    io.save_checkpoint(checkpoint(2), "epoch=0-step=2.ckpt")
+    io.save_checkpoint(checkpoint(3), "epoch=0-step=3.ckpt")
     io.remove_checkpoint("epoch=0-step=1.ckpt")  # as ModelCheckpoint does, at once
     assert "no space left" in io.overlooked()
     with pytest.raises(StoreFullError):
         if then == "save":
-            io.save_checkpoint(checkpoint(3), "epoch=0-step=3.ckpt")
+            io.save_checkpoint(checkpoint(4), "epoch=0-step=4.ckpt")
         elif then == "load":
             io.load_checkpoint("epoch=0-step=1.ckpt")
         else:
             io.teardown()
-    assert states(store_url) == {"epoch=0-step=1": "committed"}
-    io.save_checkpoint(checkpoint(3), "epoch=0-step=3.ckpt")
     io.teardown()
-    assert (io.newest(), io.overlooked()) == ("epoch=0-step=3.ckpt", "")
+    assert states(store_url) == {"epoch=0-step=1": "committed", "epoch=0-step=2": "committed"}
+    io.save_checkpoint(checkpoint(5), "epoch=0-step=5.ckpt")
+    io.teardown()
+    assert (io.newest(), io.overlooked()) == ("epoch=0-step=5.ckpt", "")
