@@ -1,1 +1,30 @@
 """Complete training state: what a recovery point carries beyond the tensors of a model (ADR 0006)."""
+
+from txstore.train.checkpointer import Checkpointer
+from txstore.train.cursor import ElasticBatchSampler
+from txstore.train.history import StepRecord
+from txstore.train.policy import SavePolicy
+from txstore.train.progress import TrainProgress
+from txstore.train.proof import Check, ProofPolicy, compare_with_control
+from txstore.train.report import ResumeReport
+from txstore.train.resume import ResumeOptions
+from txstore.train.saves import SaveHandle
+from txstore.train.state import TrainState
+from txstore.train.stateful import per_rank, shared
+
+__all__ = [
+    "Check",
+    "Checkpointer",
+    "ElasticBatchSampler",
+    "ProofPolicy",
+    "ResumeOptions",
+    "ResumeReport",
+    "SaveHandle",
+    "SavePolicy",
+    "StepRecord",
+    "TrainProgress",
+    "TrainState",
+    "compare_with_control",
+    "per_rank",
+    "shared",
+]
