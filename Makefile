@@ -3,6 +3,8 @@ PYTHON ?= python3
 ARGS ?=
 URL ?=
 DEMO_DIR ?= .demo
+# Processes that run tests; `make test WORKERS=0` runs all in one, for a debugger.
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -64,7 +66,7 @@ demo: setup
 	@$(BIN)/python examples/demo/run.py --dir '$(DEMO_DIR)' $(if $(URL),--url '$(URL)') $(ARGS)
 
 test: setup $(AZURITE)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -52,6 +52,12 @@ def test_exit_status(tmp_path: Path, source: str, ci: str, status: int) -> None:
     assert ("CI=true allows no skips" in done.stdout) == (status == 1)
 
 
+@pytest.mark.parametrize(("source", "status"), [(PASSES + SKIPS, 1), (PASSES + ALLOWED, 0)])
+def test_exit_status_of_several_processes(tmp_path: Path, source: str, status: int) -> None:
+    done = run_pytest(tmp_path, source, "-n", "1", ci="true")
+    assert done.returncode == status, done.stdout + done.stderr
+
+
 def test_skipped_tests_are_named(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, PASSES + SKIPS, ci="true")
     assert "test_it.py::test_backend" in done.stdout.split("allows no skips")[1]
