@@ -14,7 +14,15 @@ from workers import Pool, Rank
 
 from tests.train.runs import Run
 from txstore.catalog import entries
-from txstore.errors import DeadlineExceeded, PlanMismatch, SaveBusy, StoreFullError, TxStoreError, UnsupportedValue
+from txstore.errors import (
+    DeadlineExceeded,
+    NotProved,
+    PlanMismatch,
+    SaveBusy,
+    StoreFullError,
+    TxStoreError,
+    UnsupportedValue,
+)
 from txstore.registry import open_store
 from txstore.retry import RetryPolicy
 from txstore.train.checkpointer import Checkpointer
@@ -229,3 +237,31 @@ def test_replicas_that_differ_are_refused_and_not_mixed(pool: Pool, store_url: s
     """Failure case E1: of equal keys DCP keeps one, and not of the same rank for each."""
     pool.run(WORLD, drifted, store_url, what)
     assert committed(store_url) == []
+
+
+def anothers_streams(me: Rank, url: str) -> Any:
+    """Rank 2 gets the streams that rank 0 had, as if they were equal on all ranks."""
+    run = Run(seed=7)
+    inner = run.state.pieces["proof"]
+
+    class Last:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+        def restore(self, loaded: Any) -> Any:
+            if me.rank == 2:
+                torch.manual_seed(100)
+            return inner.restore(loaded)
+
+    run.state.pieces["proof"] = Last()
+    with Checkpointer(url, run.state) as saves, pytest.raises(NotProved) as raised:
+        saves.resume()
+    return told(raised.value)
+
+
+def test_a_rank_with_the_streams_of_another_is_not_proved(pool: Pool, store_url: str) -> None:
+    pool.run(WORLD, train_and_save, store_url)
+    found = pool.run(WORLD, anothers_streams, store_url)
+    assert found == [found[0]] * WORLD
+    assert found[0][2] == 2
+    assert "random streams" in found[0][1]
