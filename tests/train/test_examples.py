@@ -71,12 +71,12 @@ def test_fsdp2_under_torchrun_is_killed_and_goes_on_with_as_many_ranks_and_with_
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     arguments = ["--nproc-per-node", "2", str(script), url, *map(str, RUN), "--die-at", str(DIE_AT)]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=120, check=False, env=env)
-    assert "Signal 9 (SIGKILL)" in done.stderr, done.stderr
-    newest = committed(url)[-1]
     untouched = start(
         script, other, "--steps", STEPS + 3, "--save-every", STEPS + 3, output=tmp_path / "2.txt", world=2
     )
+    done = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert "Signal 9 (SIGKILL)" in done.stderr, done.stderr
+    newest = committed(url)[-1]
     expected = losses(untouched.finish())
     same = start(script, url, *RUN, output=tmp_path / "3.txt", world=2).finish()
     assert losses(same) == {step: loss for step, loss in expected.items() if newest < step <= STEPS}

@@ -9,7 +9,10 @@ import pytest
 
 from txstore.errors import ConfigError, FormatError
 from txstore.train.history import History, StepRecord
+from txstore.train.piece import Loaded, Place
+from txstore.train.progress import TrainProgress
 from txstore.train.proof import Check, ProofPolicy, check_step, compare_with_control, loss_delta
+from txstore.train.proof_piece import Facts, ProofPiece
 
 WINDOW = [
     StepRecord(
@@ -87,6 +90,32 @@ def test_what_cannot_be_checked_is_unknown() -> None:
         "first batch": True,
     }
     assert results(changed(loss=math.nan), [])["loss"] is False, "not a number is wrong whatever came before"
+
+
+class Loader:
+    """Data that may be able to tell its next batch."""
+
+    def __init__(self, batch: str | None) -> None:
+        self.batch = batch
+
+    def next_batch_id(self) -> str:
+        return str(self.batch)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [({}, []), ({"train": object()}, [("next batch", None)]), ({"train": Loader("b7")}, [("next batch", True)])],
+)
+def test_a_fact_that_nobody_knows_is_not_one_that_holds(data, expected) -> None:
+    facts = Facts(TrainProgress(), [], [], data)
+    piece = ProofPiece(facts, History())
+    place = Place(0, 1)
+    saved = piece.capture(place)
+    piece.restore(Loaded(saved.shared, saved.own, {}, True, place, 1, "error"))
+    found = {check.name: check.ok for check in piece.checks()}
+    assert [(name, ok) for name, ok in found.items() if name == "next batch"] == expected
+    assert "loss scale" not in found
+    assert found["micro step"] is True
 
 
 def test_a_flat_window_does_not_make_every_loss_a_jump() -> None:

@@ -52,7 +52,8 @@ class Checkpointer:
 
     ::
 
-        with Checkpointer("s3://bucket/run-7", state, description=Description(topology={"world": 8, "dp": 8})) as saves:
+        description = Description(topology=compat.Topology(world=8, dp=8).as_dict(), settings={"batch_size": 32})
+        with Checkpointer("s3://bucket/run-7", state, description=description) as saves:
             report = saves.resume()
             while state.progress.global_step < steps:
                 saves.record(loss=train_step())

@@ -229,11 +229,19 @@ def _of_this_layout(checks: list[Check]) -> list[Check]:
     return [Check(check.name, ok=None, detail=unknown) if check.name in _OF_A_LAYOUT else check for check in checks]
 
 
+def _told(value: list[Any] | dict[str, Any]) -> bool:
+    return any(one is not None for one in (value.values() if isinstance(value, dict) else value))
+
+
 def _compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Check]:
     checks = []
     for name in sorted(saved.keys() | now.keys()):
         was, value = saved.get(name), now.get(name)
         same = name in saved and name in now and _holds(was, value)
+        if same and isinstance(value, list | dict) and not _told(value):
+            if value:
+                checks.append(Check(name, ok=None, detail="this data cannot tell"))
+            continue  # no scaler, no data: nothing to compare is nothing that holds
         checks.append(Check(name, ok=same, detail=f"{value}" if same else f"{value}, {was} was saved"))
     return checks
 
