@@ -18,16 +18,12 @@ from botocore.loaders import create_loader
 from botocore.session import Session
 
 from txstore.errors import TxStoreError
+from txstore.request_cap import max_requests, request_slot
 from txstore_s3.config import S3Config, check_endpoint
 from txstore_s3.errors import EXPIRED, SDK_ERRORS, Call, code_of, translate
 
 _log = logging.getLogger(__name__)
 _DEFAULT_REGION = "us-east-1"
-
-
-@lru_cache(maxsize=64)
-def _gate(pid: int, max_requests: int) -> threading.BoundedSemaphore:  # noqa: ARG001 - a fork's child has its own
-    return threading.BoundedSemaphore(max_requests)
 
 
 class Body:
@@ -117,7 +113,7 @@ class Clients:
             ConfigError: The configuration that botocore finds is unusable.
             StoreError: See `translate`.
         """
-        with _gate(os.getpid(), self.config.max_requests):
+        with request_slot():
             client = self._get().client
             try:
                 yield client
@@ -197,7 +193,7 @@ def _client(session: Session, config: S3Config, style: str, *, sign: bool) -> An
         retries={"total_max_attempts": 1, "mode": "standard"},
         connect_timeout=config.connect_timeout_s,
         read_timeout=config.read_timeout_s,
-        max_pool_connections=config.max_requests,
+        max_pool_connections=max_requests(),
         tcp_keepalive=True,
         # Not "when_supported": trailers break stores that know none. We send our own checksums as plain headers.
         request_checksum_calculation="when_required",

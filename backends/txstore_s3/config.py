@@ -79,8 +79,6 @@ class S3Config:
     """Size of an upload's parts; larger where 10,000 would not do. An object up to this size is one request."""
     part_workers: int = 8
     """Parts of one object that are sent at the same time: an upload holds at most this many parts in memory."""
-    max_requests: int = 64
-    """Requests that this process has in flight at most, over all stores with this setting."""
     connect_timeout_s: float = 10.0
     """Longest wait for a connection."""
     read_timeout_s: float = 60.0
@@ -113,9 +111,8 @@ class S3Config:
     def _check_numbers(self) -> None:
         if not MIN_PART_BYTES <= self.part_bytes <= MAX_PART_BYTES or self.part_bytes % BLOCK_BYTES:
             raise ConfigError(f"part_bytes={self.part_bytes} is not a multiple of 1 MiB from 5 MiB to 5 GiB")
-        for name in ("part_workers", "max_requests"):
-            if not 1 <= getattr(self, name) <= 1024:
-                raise ConfigError(f"{name}={getattr(self, name)} is not between 1 and 1024")
+        if not 1 <= self.part_workers <= 1024:
+            raise ConfigError(f"part_workers={self.part_workers} is not between 1 and 1024")
         for name in ("connect_timeout_s", "read_timeout_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)} is not a time in seconds above 0")
