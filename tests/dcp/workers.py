@@ -30,12 +30,17 @@ GLOO_TIMEOUT_S = 20
 DEADLINE_S = 30.0
 START_S = 150.0  # the first pool waits for the fork server to import torch
 _PRELOAD = [
+    "pytest",
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch._dynamo",  # the first DTensor of a process imports it: seconds for each rank of each pool
     "txstore.dcp",
     "txstore_posix",
+    "txstore_s3",
+    "txstore_gcs",
+    "txstore_azure",
 ]
 
 
