@@ -127,13 +127,13 @@ def fresh(place: Place) -> Iterator[Place]:
     return (replace(place, url=f"{place.url}/{number}") for number in count())
 
 
-@pytest.fixture(scope="session")
-def every_point(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Point, bool]]:
-    """The points of the second save of a store, counted in one that is not disturbed: the same on every backend."""
-    url = tmp_path_factory.mktemp("counted").as_uri()
-    pool = pools.shared()
-    pool.run(WORLD, save_on_ranks, url, {}, 1)
-    calls = pool.run(WORLD, save_on_ranks, url, {}, 2)
+@pytest.fixture
+def every_point(pools: Pools, fresh: Iterator[Place]) -> list[tuple[Point, bool]]:
+    """The points of the second save of a store, counted in one that is not disturbed."""
+    there = next(fresh)
+    with pools.fresh(WORLD) as pool:
+        pool.run(WORLD, save_on_ranks, there.url, there.options, 1)
+        calls = pool.run(WORLD, save_on_ranks, there.url, there.options, 2)
     assert len(calls[0]) > 10
     assert [verb for verb, _ in calls[1]].count("put") > 1
     return points(calls)

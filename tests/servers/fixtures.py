@@ -96,25 +96,27 @@ class Place:
         return {**moved, **more}
 
 
-CLOUDS = ("s3", "gs", "az")
+CLOUDS = {"s3": "s3_bucket", "gs": "gcs_server", "az": "azure_server"}
+"""URL schemes, and the fixture of the server of each."""
 
 
 @pytest.fixture(params=CLOUDS)
 def place(request: pytest.FixtureRequest) -> Place:
     """A fresh prefix, with odd letters in it, on the server of each cloud backend in turn."""
-    return _place(request, request.param)
+    return empty_place(request, request.param)
 
 
 @pytest.fixture
 def places(request: pytest.FixtureRequest) -> list[Place]:
     """A place of each cloud backend."""
-    return [_place(request, scheme) for scheme in CLOUDS]
+    return [empty_place(request, scheme) for scheme in CLOUDS]
 
 
-def _place(request: pytest.FixtureRequest, scheme: str) -> Place:
+def empty_place(request: pytest.FixtureRequest, scheme: str) -> Place:
+    """A fresh prefix, with odd letters in it, on the server of one cloud backend."""
     prefix = f"{secrets.token_hex(8)}/ünï code"
     if scheme == "s3":
-        bucket: Bucket = request.getfixturevalue("s3_bucket")
+        bucket: Bucket = request.getfixturevalue(CLOUDS[scheme])
         env = {
             "AWS_ENDPOINT_URL": bucket.endpoint.url,
             "AWS_ACCESS_KEY_ID": bucket.endpoint.key,
@@ -124,10 +126,10 @@ def _place(request: pytest.FixtureRequest, scheme: str) -> Place:
         options = {**bucket.options, "part_bytes": 5 << 20}
         return Place(f"s3://{bucket.name}/{prefix}", options, env, bucket.endpoint.url)
     if scheme == "gs":
-        gcs: FakeGcs = request.getfixturevalue("gcs_server")
+        gcs: FakeGcs = request.getfixturevalue(CLOUDS[scheme])
         options = {"endpoint_url": gcs.url, "token": "anon"}
         return Place(f"gs://bucket/{prefix}", options, {"STORAGE_EMULATOR_HOST": gcs.url}, gcs.url)
-    azure: Azurite = request.getfixturevalue("azure_server")
+    azure: Azurite = request.getfixturevalue(CLOUDS[scheme])
     options = {"connection_string": azure.connection_string, "part_bytes": 1 << 20}
     env = {"AZURE_STORAGE_CONNECTION_STRING": azure.connection_string}
     return Place(f"az://checkpoints/{prefix}", options, env, f"http://{azure.host_port}")
