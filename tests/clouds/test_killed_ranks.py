@@ -149,7 +149,7 @@ def test_a_rank_killed_at_a_sample_of_its_operations(pools: Pools, fresh: Iterat
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_a_rank_killed_at_any_of_its_operations(pools: Pools, fresh: Iterator[Place], every_point) -> None:
-    for point, committed in every_point:
+@pytest.mark.parametrize("part", range(8))
+def test_a_rank_killed_at_any_of_its_operations(part: int, pools: Pools, fresh: Iterator[Place], every_point) -> None:
+    for point, committed in every_point[part::8]:
         check(pools, next(fresh), point, committed=committed)

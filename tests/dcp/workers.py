@@ -174,8 +174,7 @@ class Pool:
         """Kill every worker by its process id."""
         self.broken = True
         for process in self._processes:
-            if process.is_alive():
-                os.kill(process.pid or 0, signal.SIGKILL)
+            process.kill()  # nothing if it has ended: that may become known between a look and a kill
             process.join()
         for pipe in self._pipes:
             pipe.close()
