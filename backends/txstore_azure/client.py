@@ -27,6 +27,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
 from txstore.errors import ConfigError, StoreError, TxStoreError
+from txstore.request_cap import max_requests, request_slot
 from txstore_azure.config import AzureConfig
 from txstore_azure.errors import Effect, translate_error, translate_status, unclear
 
@@ -39,14 +40,12 @@ _SIGNATURE = re.compile(r"([?&]sig=)[^&\s]+", re.IGNORECASE)
 _CODE = re.compile(rb"<Code>(\w{1,100})</Code>")
 
 _lock = threading.Lock()
-_gates: dict[int, threading.BoundedSemaphore] = {}
 
 
 def _after_fork() -> None:
-    # A lock or a slot that another thread held at the fork would never be given back in the child.
+    # A lock that another thread held at the fork would never be given back in the child.
     global _lock  # noqa: PLW0603 - the only way to replace it
     _lock = threading.Lock()
-    _gates.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -163,7 +162,7 @@ class Client:
     @contextmanager
     def stream(self, request: Request) -> Iterator[HttpResponse]:
         """As `send`, but the block reads the body; it holds one of the process's slots while it does."""
-        with self._gate():
+        with request_slot():
             try:
                 response = self._run(request)
                 if response.status_code == 401 and self._config.account.credential_expires:
@@ -198,18 +197,13 @@ class Client:
         if held and held[0] == os.getpid():
             held[2].close()
 
-    def _gate(self) -> threading.BoundedSemaphore:
-        limit = self._config.max_requests
-        with _lock:
-            return _gates.setdefault(limit, threading.BoundedSemaphore(limit))
-
     def _pipeline(self) -> Pipeline[HttpRequest, HttpResponse]:
         held = self._held
         if held is None or held[0] != os.getpid():
             with _lock:
                 held = self._held
                 if held is None or held[0] != os.getpid():
-                    session = _session(self._config.max_requests)
+                    session = _session(max_requests())
                     held = self._held = (os.getpid(), _make_pipeline(self._config, session), session)
         return held[1]
 

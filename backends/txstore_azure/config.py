@@ -45,8 +45,6 @@ class AzureConfig:
     """Longest wait for a connection, and for a piece of a request to be taken."""
     read_timeout_s: float = 60.0
     """Longest wait for the next bytes of an answer."""
-    max_requests: int = 64
-    """Most requests of this process at one time, over all Azure stores that have the same limit."""
     page_objects: int = 5000
     """Most objects of one page of a listing; the service gives at most 5000."""
     block_md5: bool = False
@@ -66,8 +64,8 @@ class AzureConfig:
             raise ConfigError(f"part_bytes is not a multiple of {BLOCK_BYTES} up to 2 GiB: {self.part_bytes}")
         if not 1 <= self.page_objects <= 5000:
             raise ConfigError(f"page_objects is not 1 to 5000: {self.page_objects}")
-        if self.workers < 1 or self.max_requests < 1 or min(self.connect_timeout_s, self.read_timeout_s) <= 0:
-            raise ConfigError("workers, max_requests and the timeouts must be positive")
+        if self.workers < 1 or min(self.connect_timeout_s, self.read_timeout_s) <= 0:
+            raise ConfigError("workers and the timeouts must be positive")
 
     @property
     def url(self) -> str:

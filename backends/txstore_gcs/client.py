@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import requests
 from google.auth.credentials import Credentials
@@ -20,6 +19,7 @@ from google.cloud import storage
 from requests.adapters import HTTPAdapter
 
 from txstore.errors import ConfigError
+from txstore.request_cap import max_requests, request_slot
 from txstore_gcs.config import GcsConfig
 from txstore_gcs.credentials import load
 from txstore_gcs.upload import Body
@@ -54,12 +54,6 @@ class _Connected:
     endpoint: str
 
 
-@lru_cache(maxsize=8)
-def _cap(max_requests: int, pid: int) -> threading.BoundedSemaphore:  # noqa: ARG001 - a part of the cache's key
-    """The process's slots. A forked child has its own: those of its parent may be held by threads it lacks."""
-    return threading.BoundedSemaphore(max_requests)
-
-
 class _Adapter(HTTPAdapter):
     """Closes its connections when it is told to: urllib3 leaves them to the garbage collector."""
 
@@ -84,7 +78,7 @@ class Client:
     """Sends requests of one store. Thread-safe; picklable; makes its session lazily, anew after fork.
 
     Args:
-        config: Endpoint, credentials, timeouts and cap.
+        config: Endpoint, credentials and timeouts.
     """
 
     def __init__(self, config: GcsConfig) -> None:
@@ -112,7 +106,7 @@ class Client:
         if self._config.user_project:
             params["userProject"] = self._config.user_project
         headers = {"Accept-Encoding": accept_encoding, "Cache-Control": "no-cache", **call.headers}
-        with _cap(self._config.max_requests, os.getpid()):
+        with request_slot():
             response: requests.Response = connected.session.request(  # type: ignore[no-untyped-call]
                 call.method,
                 connected.endpoint + call.path,
@@ -152,7 +146,7 @@ class Client:
         endpoint = _endpoint(self._config, credentials)
         session = AuthorizedSession(credentials, max_refresh_attempts=1)  # type: ignore[no-untyped-call]
         for scheme in ("https://", "http://"):
-            session.mount(scheme, _Adapter(pool_maxsize=self._config.max_requests, max_retries=0))
+            session.mount(scheme, _Adapter(pool_maxsize=max_requests(), max_retries=0))
         session.auth = _as_it_is  # else a `default` entry in ~/.netrc would replace the Authorization header
         session.hooks["response"].append(_read_refusal)
         session.configure_mtls_channel()  # type: ignore[no-untyped-call]

@@ -59,9 +59,6 @@ class GcsConfig:
     window_bytes: int = 8 * BLOCK_BYTES
     """How much of a source is read at once: what an upload in progress holds in memory."""
 
-    max_requests: int = 64
-    """Most requests in flight in this process, over all stores with the same setting."""
-
     def __post_init__(self) -> None:
         if not _BUCKET.fullmatch(self.bucket):
             raise ConfigError(
@@ -76,7 +73,6 @@ class GcsConfig:
         for name in ("connect_timeout_s", "read_timeout_s"):
             _check_seconds(name, getattr(self, name))
         _check_count("window_bytes", self.window_bytes, BLOCK_BYTES)
-        _check_count("max_requests", self.max_requests, 1)
 
     def _check_prefix(self) -> None:
         segments = self.prefix.split("/") if self.prefix else []

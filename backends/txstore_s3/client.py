@@ -12,22 +12,31 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
+import boto3
+from boto3.session import Session
 from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.loaders import create_loader
-from botocore.session import Session
+from botocore.session import Session as CoreSession
 
 from txstore.errors import TxStoreError
+from txstore.request_cap import max_requests, request_slot
 from txstore_s3.config import S3Config, check_endpoint
 from txstore_s3.errors import EXPIRED, SDK_ERRORS, Call, code_of, translate
 
 _log = logging.getLogger(__name__)
 _DEFAULT_REGION = "us-east-1"
 
+_making = threading.Lock()
+"""Held while a client is made: a session that stores share does not bear two threads at that."""
 
-@lru_cache(maxsize=64)
-def _gate(pid: int, max_requests: int) -> threading.BoundedSemaphore:  # noqa: ARG001 - a fork's child has its own
-    return threading.BoundedSemaphore(max_requests)
+
+def _after_fork() -> None:
+    global _making  # noqa: PLW0603 - another thread of the parent may hold it for ever
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Body:
@@ -114,10 +123,10 @@ class Clients:
         """The client, for one request inside the block; what the SDK raises becomes an error of the contract.
 
         Raises:
-            ConfigError: The configuration that botocore finds is unusable.
+            ConfigError: The configuration that the SDK finds is unusable.
             StoreError: See `translate`.
         """
-        with _gate(os.getpid(), self.config.max_requests):
+        with request_slot():
             client = self._get().client
             try:
                 yield client
@@ -163,27 +172,41 @@ def _connect(config: S3Config) -> _Connection:
 
 
 def _make(config: S3Config) -> _Connection:
-    session = Session(profile=config.profile)
+    with _making:
+        session = _session(config)
+        style, sign = config.addressing_style, config.sign_payload
+        # Environment and profile may name endpoint and style; only the SDK knows where to look.
+        client = _client(session, config, style, sign=sign)
+        endpoint = client.meta.endpoint_url
+        check_endpoint(endpoint)
+        amazon = (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+        given = (client.meta.config.s3 or {}).get("addressing_style")
+        wanted = style or given or ("auto" if amazon else "path")
+        signed = sign if sign is not None else endpoint.startswith("http:")
+        if (wanted, signed) != (given, sign):
+            client.close()
+            client = _client(session, config, wanted, sign=signed)
+        client.meta.events.register("before-send.s3", _send_memory)
+        credentials = None if config.anon else session.get_credentials()
+        frozen = credentials.get_frozen_credentials() if credentials is not None else None
+        return _Connection(os.getpid(), client, frozen, amazon)
+
+
+def _session(config: S3Config) -> Session:
+    """The session of the option, or boto3's default one if the program has set it up, or one of our own."""
+    if config.session is not None:
+        return config.session
+    if boto3.DEFAULT_SESSION is not None and config.profile is None and config.key is None:
+        return boto3.DEFAULT_SESSION
+    core = CoreSession(profile=config.profile)
     # The description of the API is large: read once for each process, not for each client.
-    session.register_component("data_loader", _loader(os.getpid(), session.get_config_variable("data_path")))
+    loader = _loader(os.getpid(), core.get_config_variable("data_path"))
+    core.register_component("data_loader", loader)
     if config.key is not None:
-        session.set_credentials(config.key, config.secret, config.token)
-    profile_style = session.get_scoped_config().get("s3", {}).get("addressing_style")
-    style = config.addressing_style or profile_style
-    endpoint = config.endpoint_url
-    if endpoint is None:
-        # Environment and profile may name one; only botocore knows where to look.
-        first = _client(session, config, style or "auto", sign=True)
-        endpoint = first.meta.endpoint_url
-        first.close()
-    check_endpoint(endpoint)
-    amazon = (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
-    sign = config.sign_payload if config.sign_payload is not None else endpoint.startswith("http:")
-    client = _client(session, config, style or ("auto" if amazon else "path"), sign=sign)
-    client.meta.events.register("before-send.s3", _send_memory)
-    credentials = None if config.anon else session.get_credentials()
-    frozen = credentials.get_frozen_credentials() if credentials is not None else None
-    return _Connection(os.getpid(), client, frozen, amazon)
+        core.set_credentials(config.key, config.secret, config.token)
+    session = Session(botocore_session=core)
+    loader.search_paths[:] = dict.fromkeys(loader.search_paths)  # each session adds its folder once more
+    return session
 
 
 @lru_cache(maxsize=64)
@@ -191,25 +214,26 @@ def _loader(pid: int, data_path: str | None) -> Any:  # noqa: ARG001 - a fork's 
     return create_loader(data_path)
 
 
-def _client(session: Session, config: S3Config, style: str, *, sign: bool) -> Any:
+def _client(session: Session, config: S3Config, style: str | None, *, sign: bool | None) -> Any:
+    s3 = {"addressing_style": style, "payload_signing_enabled": sign}
     settings = Config(
         # A repeated conditional write is told "exists" by its own first attempt: txstore.retry repeats, nobody else.
         retries={"total_max_attempts": 1, "mode": "standard"},
         connect_timeout=config.connect_timeout_s,
         read_timeout=config.read_timeout_s,
-        max_pool_connections=config.max_requests,
+        max_pool_connections=max_requests(),
         tcp_keepalive=True,
         # Not "when_supported": trailers break stores that know none. We send our own checksums as plain headers.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         signature_version=UNSIGNED if config.anon else None,
-        s3={"addressing_style": style, "payload_signing_enabled": sign},
+        s3={name: value for name, value in s3.items() if value is not None},
         user_agent_extra="txstore",
     )
-    return session.create_client(
+    return session.client(
         "s3",
         endpoint_url=config.endpoint_url,
-        region_name=config.region or session.get_config_variable("region") or _DEFAULT_REGION,
+        region_name=config.region or session.region_name or _DEFAULT_REGION,
         verify=config.verify,
         config=settings,
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, SupportsIndex
 from urllib.parse import quote, unquote_to_bytes, urlsplit
+
+from boto3.session import Session
 
 from txstore.checksum import BLOCK_BYTES
 from txstore.errors import ConfigError
@@ -53,6 +55,9 @@ class S3Config:
     """Region; else ``AWS_REGION``, ``AWS_DEFAULT_REGION``, or the profile; ``us-east-1`` for a custom endpoint."""
     profile: str | None = None
     """Profile in the AWS configuration files; else ``AWS_PROFILE``."""
+    session: Session | None = field(default=None, repr=False)
+    """A boto3 session: its credentials, region and handlers. A store that has one stays in its process. Else the
+    session of ``boto3.setup_default_session``, if the program has called it and neither profile nor key is given."""
     key: str | None = field(default=None, repr=False)
     """Access key id; else the SDK's credential chain, which also refreshes what expires."""
     secret: str | None = field(default=None, repr=False)
@@ -79,8 +84,6 @@ class S3Config:
     """Size of an upload's parts; larger where 10,000 would not do. An object up to this size is one request."""
     part_workers: int = 8
     """Parts of one object that are sent at the same time: an upload holds at most this many parts in memory."""
-    max_requests: int = 64
-    """Requests that this process has in flight at most, over all stores with this setting."""
     connect_timeout_s: float = 10.0
     """Longest wait for a connection."""
     read_timeout_s: float = 60.0
@@ -103,6 +106,7 @@ class S3Config:
             raise ConfigError("key and secret belong together", next_step="give both, or neither")
         if self.token is not None and self.key is None:
             raise ConfigError("a token needs key and secret", next_step="give all three, or none")
+        self._check_session()
         if self.anon and self.key is not None:
             raise ConfigError("anon=True and a key exclude each other", next_step="give one of them")
         _check_choice("addressing_style", self.addressing_style, (None, "path", "virtual", "auto"))
@@ -110,15 +114,34 @@ class S3Config:
         _check_choice("sign_payload", self.sign_payload, (None, True, False))
         self._check_numbers()
 
+    def _check_session(self) -> None:
+        if self.session is None:
+            return
+        if not isinstance(self.session, Session):
+            raise ConfigError(
+                f"session is a {type(self.session).__qualname__}",
+                next_step="give a boto3.session.Session, or leave it out",
+            )
+        if self.profile is not None or self.key is not None:
+            raise ConfigError("a session excludes profile and key", next_step="give them to the session")
+
     def _check_numbers(self) -> None:
         if not MIN_PART_BYTES <= self.part_bytes <= MAX_PART_BYTES or self.part_bytes % BLOCK_BYTES:
             raise ConfigError(f"part_bytes={self.part_bytes} is not a multiple of 1 MiB from 5 MiB to 5 GiB")
-        for name in ("part_workers", "max_requests"):
-            if not 1 <= getattr(self, name) <= 1024:
-                raise ConfigError(f"{name}={getattr(self, name)} is not between 1 and 1024")
+        if not 1 <= self.part_workers <= 1024:
+            raise ConfigError(f"part_workers={self.part_workers} is not between 1 and 1024")
         for name in ("connect_timeout_s", "read_timeout_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)} is not a time in seconds above 0")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        if self.session is not None:
+            # Its credentials may renew themselves; a copy of today's secrets would not.
+            raise TypeError(
+                "an s3:// store with a session of its own cannot go to another process: "
+                "give profile=, or leave credentials to the environment"
+            )
+        return object.__reduce_ex__(self, protocol)
 
     @property
     def url(self) -> str:

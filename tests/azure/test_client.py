@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import pickle
 import threading
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
@@ -21,7 +18,6 @@ from txstore.checksum import BLOCK_BYTES
 from txstore.errors import AccessDeniedError, CapabilityError, ConfigError, NotFoundError, OutcomeUnknownError
 from txstore.store import BytesSource
 from txstore.testing.proxy import Answer, Rule
-from txstore_azure import client as client_module
 from txstore_azure.client import _credential
 from txstore_azure.upload import BLOCK_BYTES_MAX, BLOCKS_MAX, new_block_ids, part_bytes_for
 
@@ -214,40 +210,6 @@ def test_connections_are_used_again(opened, proxy):
     assert len(accepted) == 1
 
 
-def test_no_more_requests_than_allowed(opened, proxy):
-    store = opened(max_requests=3)
-    inside, most = 0, 0
-    lock = threading.Lock()
-    original = proxy._receive
-
-    def receive(request):
-        nonlocal inside, most
-        with lock:
-            inside += 1
-            most = max(most, inside)
-        try:
-            return original(request)
-        finally:
-            with lock:
-                inside -= 1
-
-    proxy._receive = receive
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda number: store.put(f"k{number}", BytesSource(bytes(100_000))), range(48)))
-    assert 1 < most <= 3
-
-
-def test_one_slot_is_enough_for_every_verb(opened):
-    store = opened(max_requests=1, part_bytes=BLOCK_BYTES)
-    for call in (store.head, store.read):
-        with pytest.raises(NotFoundError):
-            call("absent")
-    store.delete("absent")
-    store.put("x", BytesSource(bytes(3 * BLOCK_BYTES)))
-    assert store.read("x") == bytes(3 * BLOCK_BYTES)
-    assert [info.key for info in store.list("")] == ["x"]
-
-
 def test_a_store_that_ignores_conditions_or_has_none_is_refused(opened, proxy):
     from txstore.probe import prove
 
@@ -352,44 +314,6 @@ def test_a_body_damaged_on_its_way_is_refused_by_the_service(opened, proxy):
     with pytest.raises(TransientError, match="Md5Mismatch"):
         store.put("data/x", BytesSource(bytes(2 * BLOCK_BYTES)))
     assert list(store.list("")) == []
-
-
-# processes
-
-
-def test_a_used_store_survives_fork(opened):
-    store = opened()
-    store.put("x", BytesSource(b"parent"))
-    session = store._client._held[2]
-    client_module._lock.acquire()  # as another thread of the parent may hold it at that moment
-    gate = client_module._gates[store.config.max_requests]
-    for _ in range(store.config.max_requests):
-        gate.acquire()
-    child = os.fork()
-    if child == 0:
-        try:
-            good = store.read("x") == b"parent" and store._client._held[2] is not session
-            store.put("y", BytesSource(b"child"))
-            store.close()
-            os._exit(0 if good else 3)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(4)
-    client_module._lock.release()
-    for _ in range(store.config.max_requests):
-        gate.release()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert store.read("y") == b"child"
-    assert store._client._held[2] is session
-
-
-def test_a_used_store_is_pickled_without_its_connections(opened):
-    store = opened()
-    store.put("x", BytesSource(b"1"))
-    copy = pickle.loads(pickle.dumps(store))
-    assert copy._client._held is None
-    assert copy.read("x") == b"1"
-    copy.close()
 
 
 # names

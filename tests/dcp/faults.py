@@ -149,9 +149,11 @@ class Kill:
     after: bool
 
     def __call__(self, store: Store, key: str, call: Callable[[], Any]) -> Any:
-        if self.after:
-            call()
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            if self.after:
+                call()
+        finally:  # also after an answer that is an error: "exists", "no such object"
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def path_of(url: str, key: str) -> str:

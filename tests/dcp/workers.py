@@ -30,14 +30,18 @@ GLOO_TIMEOUT_S = 20
 DEADLINE_S = 30.0
 START_S = 150.0  # the first pool waits for the fork server to import torch
 PRELOAD = [
+    "pytest",
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "torch._dynamo",  # what the first optimizer imports
+    "torch._dynamo",  # the first DTensor, or optimizer, of a process imports it: seconds for each rank of each pool
     "torchdata.stateful_dataloader",
     "txstore.train.checkpointer",
     "txstore_posix",
+    "txstore_s3",
+    "txstore_gcs",
+    "txstore_azure",
 ]
 
 
@@ -171,8 +175,7 @@ class Pool:
         """Kill every worker by its process id."""
         self.broken = True
         for process in self._processes:
-            if process.is_alive():
-                os.kill(process.pid or 0, signal.SIGKILL)
+            process.kill()  # nothing if it has ended: that may become known between a look and a kill
             process.join()
         for pipe in self._pipes:
             pipe.close()

@@ -1,17 +1,19 @@
 """A writer that stalls, dies or comes back late, against aborts, sweeps, retention and readers.
 
 The explorer (tests/model) goes through every order of these on a small scale; here each story is told once, on a
-memory store and on POSIX files. The numbers in brackets are those of the protocol's fault scenarios.
+memory store, on POSIX files and on the server of each cloud backend. The numbers in brackets are those of the protocol's fault scenarios.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-import txstore_posix
+from tests.servers.fixtures import CLOUDS, empty_place
+from txstore import open_store
 from txstore.catalog import find, newest
 from txstore.checksum import BLOCK_BYTES
 from txstore.errors import (
@@ -24,7 +26,7 @@ from txstore.errors import (
     IntegrityError,
     OutcomeUnknownError,
 )
-from txstore.keys import COMMITS_PREFIX, DATA_PREFIX, begin_key, decision_key, parse_attempt, retired_key
+from txstore.keys import COMMITS_PREFIX, DATA_PREFIX, decision_key, parse_attempt, retired_key
 from txstore.manifest import Tombstone, encode
 from txstore.memory import MemoryStore
 from txstore.retry import RetryingStore, RetryPolicy
@@ -37,9 +39,17 @@ from txstore.testing.saves import AT_ONCE, contents, index_of, load, save
 from txstore.transaction import begin, write_shard
 
 
-@pytest.fixture(params=["memory", "posix"])
+@pytest.fixture(params=["memory", "posix", *CLOUDS])
 def store(request, tmp_path):
-    return MemoryStore() if request.param == "memory" else txstore_posix.open_store(f"file://{tmp_path}/root")
+    if request.param == "memory":
+        yield MemoryStore()
+        return
+    url, options = f"file://{tmp_path}/root", {}
+    if request.param in CLOUDS:
+        place = empty_place(request, request.param)
+        url, options = place.url, place.options
+    with open_store(url, **options) as store:
+        yield store
 
 
 class Delaying(FaultyStore):
@@ -111,8 +121,9 @@ def test_a_late_request_that_lands_first_is_the_commit(store):
 
 
 def test_a_lost_commit_that_its_writer_aborts_stays_committed(store):
-    faulty = FaultyStore(store, 1, "after", times=99, verb="create")
+    faulty = FaultyStore(store, mode="after", times=99, verb="create")
     attempt, shards = stall(faulty)
+    faulty._at = len(faulty.log)
     with pytest.raises(CommitUnknown):
         commit(attempt, shards)
     faulty._at = None  # the network is back
@@ -248,7 +259,7 @@ def test_the_stalled_writer_that_overwrites_does_not_hide_an_unseen_commit(store
 # [28, 29] Damage behind a decision: the reader names the object.
 
 
-@pytest.mark.parametrize("what", ["truncated", "flipped", "swapped", "empty", "missing", "longer"])
+@pytest.mark.parametrize("what", ["truncated", "flipped", "swapped", "empty", "missing", "longer", "other bytes"])
 def test_a_damaged_shard_is_named(store, what):
     decision = save(store, "step-1", [b"a" * (BLOCK_BYTES + 5), b"b" * (BLOCK_BYTES + 5)])
     first, second = (key for key in sorted(contents(store)) if key.endswith(".safetensors"))
@@ -262,6 +273,7 @@ def test_a_damaged_shard_is_named(store, what):
             "swapped": other,
             "empty": b"",
             "longer": data + b"\0",
+            "other bytes": bytes(len(data)),
         }
         store.put(first, BytesSource(damaged[what]))
     with pytest.raises(IntegrityError) as caught:
@@ -330,14 +342,20 @@ def test_a_tombstone_alone_is_believed(store):
         find(store, "step-1")
 
 
-def test_a_clock_that_is_a_day_off_neither_frees_nor_hides_an_attempt(store):
-    """[31] Writer, store and sweeper disagree by a day: a young attempt stays, an old one goes."""
-    attempt, _ = stall(store)
-    key = begin_key("step-1", attempt.ticket.txn)
-    young = store.read(key)
-    day = 24 * 3600.0
+DAY = 24 * 3600.0
+
+
+@pytest.mark.parametrize(("writer_s", "sweeper_s"), [(0, DAY), (0, -DAY), (DAY, -DAY), (-DAY, DAY), (DAY, DAY)])
+def test_a_clock_that_is_a_day_off_neither_frees_nor_hides_an_attempt(store, writer_s, sweeper_s, monkeypatch):
+    """[31] Each clock against the store's own: a young attempt stays and can commit, an old one goes."""
     now = time.time()
-    assert sweep(store, grace_s=2 * day, dry_run=False, clock=lambda: now + day) == []
-    assert store.read(key) == young
-    assert sweep(store, grace_s=2 * day, dry_run=False, clock=lambda: now - day) == []
-    assert [orphan.why for orphan in sweep(store, grace_s=2 * day, clock=lambda: now + 3.1 * day)] == ["undecided"]
+    monkeypatch.setattr("txstore.transaction.time", SimpleNamespace(time=lambda: now + writer_s))
+    young, shards = stall(store)
+    dead, _ = stall(store, "step-2")
+    for age_s in (0.0, 0.9 * DAY):
+        assert sweep(store, grace_s=2 * DAY, dry_run=False, clock=lambda age_s=age_s: now + age_s + sweeper_s) == []
+    decision = commit(young, shards)
+    swept = sweep(store, grace_s=2 * DAY, dry_run=False, clock=lambda: now + 4.1 * DAY + sweeper_s)
+    assert [(orphan.txn, orphan.why) for orphan in swept] == [(dead.ticket.txn, "undecided")]
+    assert load(store, newest(store)) == [b"stalled"]
+    assert newest(store) == decision

@@ -5,13 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
-import signal
 import socket
-import threading
-import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
@@ -227,40 +222,6 @@ def test_a_server_that_takes_no_bytes_is_given_up(gcs_prefix) -> None:
             assert caught.value.cause == "timeout"
 
 
-def test_no_more_requests_than_allowed(proxy, opened: Opened) -> None:
-    store = opened(max_requests=3)
-    inside, most = 0, 0
-    lock = threading.Lock()
-    original = proxy._receive
-
-    def receive(request):
-        nonlocal inside, most
-        with lock:
-            inside += 1
-            most = max(most, inside)
-        try:
-            return original(request)
-        finally:
-            with lock:
-                inside -= 1
-
-    proxy._receive = receive
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda number: store.put(f"k{number}", BytesSource(bytes(100_000))), range(48)))
-    assert 1 < most <= 3
-
-
-def test_one_slot_is_enough_for_every_verb(opened: Opened) -> None:
-    store = opened(max_requests=1)
-    for call in (store.head, store.read, store.delete):
-        try:
-            call("absent")  # looks at the bucket too
-        except NotFoundError:
-            pass
-    store.put("x", BytesSource(b"x"))
-    assert [info.key for info in store.list("")] == ["x"]
-
-
 def test_a_source_error_is_raised_as_it_is(opened: Opened) -> None:
     class Broken(BytesSource):
         def read(self, start, stop):
@@ -298,40 +259,7 @@ def test_memory_is_bounded_by_the_window(opened: Opened) -> None:
     assert longest == 2 * BLOCK_BYTES
 
 
-# processes
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_used_store_survives_fork(opened: Opened) -> None:
-    store = opened()
-    store.put("x", BytesSource(b"parent"))
-    session = store._client._connected.session
-    store._client._lock.acquire()  # as another thread of the parent may hold it at that moment
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)  # a child that hangs must not outlive the test
-        try:
-            good = store.read("x") == b"parent" and store._client._connected.session is not session
-            store.put("y", BytesSource(b"child"))
-            store.close()
-            os._exit(0 if good else 3)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(4)
-    store._client._lock.release()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert store.read("y") == b"child"
-    assert store._client._connected.session is session
-
-
-def test_a_used_store_is_pickled_without_its_connections(opened: Opened) -> None:
-    store = opened(token=Rolling())
-    store.put("x", BytesSource(b"1"))
-    data = pickle.dumps(store)
-    copy = pickle.loads(data)
-    assert copy._client._connected is None
-    assert copy.read("x") == b"1"
-    copy.close()
+# names
 
 
 def test_names_that_are_no_keys_are_passed_over(opened: Opened, gcs_server: FakeGcs, gcs_prefix) -> None:

@@ -87,7 +87,6 @@ def test_a_url_that_pathlib_mangled_is_told_so() -> None:
         ({"read_timeout_s": "60"}, "read_timeout_s is '60'"),
         ({"read_timeout_s": float("nan")}, "read_timeout_s is nan"),
         ({"window_bytes": 1000}, "window_bytes is 1000"),
-        ({"max_requests": 0}, "max_requests is 0"),
         ({"project": ""}, "project is not"),
         ({"quota_project": "a\r\nb"}, "quota_project is not"),
         ({"requester_pays": True}, "who pays"),

@@ -72,7 +72,6 @@ def test_a_wrong_url_says_what_is_wrong_and_no_secret(url, words):
         {"part_bytes": (5 << 20) + 1},
         {"part_bytes": 6 << 30},
         {"part_workers": 0},
-        {"max_requests": 0},
         {"connect_timeout_s": 0},
         {"read_timeout_s": float("inf")},
         {"addressing_style": "sesame"},

@@ -106,37 +106,6 @@ def test_many_threads_that_meet_expired_credentials_load_them_once(
     assert sum("had expired" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("limit", [1, 3])
-def test_no_more_requests_than_allowed_are_in_flight(make, proxy, direct, limit):
-    lock = threading.Lock()
-    all_at_once, too_many = threading.Barrier(limit), threading.Event()
-    active = most = seen = 0
-
-    def enter():
-        nonlocal active, most, seen
-        with lock:
-            active, seen = active + 1, seen + 1
-            most = max(most, active)
-            first = seen <= limit
-            if active > limit:
-                too_many.set()
-        if first:
-            all_at_once.wait(20)  # that many do come together
-            too_many.wait(0.5)  # and no more: while these are under way nobody else may come
-        with lock:
-            active -= 1
-
-    proxy.add(Rule("PUT", call=enter, times=None))
-    store = make(endpoint_url=proxy.url, max_requests=limit, part_workers=8)
-    uploads = [threading.Thread(target=store.put, args=(f"data/{n}", BytesSource(DATA))) for n in range(3)]
-    for thread in uploads:
-        thread.start()
-    for thread in uploads:
-        thread.join()
-    assert most == limit
-    assert [direct.head(f"data/{n}").size for n in range(3)] == [len(DATA)] * 3
-
-
 def test_a_throttled_store_is_given_up_at_the_deadline(remote, proxy, answer):
     proxy.add(Rule(forward="never", reply=answer(503, "SlowDown", **{"Retry-After": "0.3"}), times=None))
     began = time.monotonic()

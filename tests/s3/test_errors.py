@@ -3,7 +3,6 @@
 import os
 import pickle
 import subprocess
-import sys
 import time
 from email.utils import formatdate
 
@@ -240,48 +239,6 @@ def tls_server(tmp_path):
     server.shutdown()
     server.server_close()
     thread.join()
-
-
-FORK = """
-import os, sys, threading
-from txstore_s3 import open_store
-store = open_store(sys.argv[1], endpoint_url=sys.argv[2], key=sys.argv[3], secret=sys.argv[4], max_requests=1)
-store.create("commits/parent", b"x")
-gone = threading.Event()
-def hold():  # a request of another thread is under way while the process forks: its locks stay taken in the child
-    with store._clients.request(__import__("txstore_s3.errors").errors.Call("x", "")):
-        store._clients._lock.acquire()
-        ready.set()
-        gone.wait()
-        store._clients._lock.release()
-ready = threading.Event()
-thread = threading.Thread(target=hold)
-thread.start()
-ready.wait()
-child = os.fork()
-if child == 0:
-    assert store.read("commits/parent") == b"x"
-    store.create("commits/child", b"y")
-    os._exit(0)
-_, status = os.waitpid(child, 0)
-gone.set()
-thread.join()
-assert os.waitstatus_to_exitcode(status) == 0, status
-assert store.read("commits/child") == b"y"
-print("both")
-"""
-
-
-def test_a_forked_child_makes_its_own_client(s3_bucket, place):
-    done = subprocess.run(
-        [sys.executable, "-c", FORK, place, s3_bucket.endpoint.url, s3_bucket.endpoint.key, s3_bucket.endpoint.secret],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout == "both\n", done.stderr
 
 
 def test_a_large_body_is_sent_again_to_the_region_that_the_service_names(make, proxy, direct, answer):

@@ -1,4 +1,4 @@
-"""Processes that die, and many writers at once, on S3."""
+"""Processes that die at a request, on S3."""
 
 import json
 import os
@@ -7,11 +7,9 @@ import sys
 
 import pytest
 
-from tests.faults import test_commit_sweep as sweeping
 from txstore.catalog import newest
-from txstore.errors import CheckpointNotFound, TxStoreError
+from txstore.errors import CheckpointNotFound
 from txstore.sweep import sweep
-from txstore.testing.faults import MODES, Crashed, FaultyStore
 from txstore.testing.saves import contents, load, save
 from txstore_s3 import open_store
 
@@ -111,32 +109,3 @@ def test_a_writer_killed_at_any_request_leaves_all_or_nothing(s3_bucket, place, 
     committed = kill_everywhere(s3_bucket, place, when, first=0, step=1)
     assert False in committed
     assert True in committed
-
-
-def sweep_saves(s3_bucket, place, mode, first, step, times):
-    at = first
-    while True:
-        with open_store(f"{place}/{mode}-{times}-{at}", **s3_bucket.options) as store:
-            old = save(store, "step-1", sweeping.OLD)
-            before = contents(store)
-            faulty = FaultyStore(store, at, mode, times=times)
-            try:
-                outcome = save(sweeping.retrying(faulty, attempts=2), "step-2", sweeping.NEW)
-            except (TxStoreError, Crashed) as error:
-                outcome = error
-            if len(faulty.log) <= at:
-                return at
-            sweeping.after_failure(store, before, old, outcome, "step-2", f"operation {at} {faulty.log[at]}")
-        at += step
-
-
-@pytest.mark.parametrize(("mode", "first"), [(mode, number) for number, mode in enumerate(MODES)])
-def test_a_save_is_all_or_nothing_in_a_sample(s3_bucket, place, mode, first):
-    assert sweep_saves(s3_bucket, place, mode, first, step=len(MODES), times=99) > 10
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("times", [1, 99])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_save_is_all_or_nothing(s3_bucket, place, mode, times):
-    assert sweep_saves(s3_bucket, place, mode, first=0, step=1, times=times) > 10

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from txstore import request_cap
 
 if TYPE_CHECKING:
     from tests.servers.azurite import Azurite
@@ -83,25 +85,63 @@ class Place:
     url: str
     options: dict[str, Any]
     env: dict[str, str]
+    upstream: str
+
+    def options_by(self, endpoint: str, **more: object) -> dict[str, Any]:
+        """Options that reach it by another endpoint: that of a proxy."""
+        moved = {
+            name: value.replace(self.upstream, endpoint) if isinstance(value, str) else value
+            for name, value in self.options.items()
+        }
+        return {**moved, **more}
 
 
-@pytest.fixture(params=["s3", "gs", "az"])
+CLOUDS = {"s3": "s3_bucket", "gs": "gcs_server", "az": "azure_server"}
+"""URL schemes, and the fixture of the server of each."""
+
+
+@pytest.fixture(params=CLOUDS)
 def place(request: pytest.FixtureRequest) -> Place:
     """A fresh prefix, with odd letters in it, on the server of each cloud backend in turn."""
+    return empty_place(request, request.param)
+
+
+@pytest.fixture
+def places(request: pytest.FixtureRequest) -> list[Place]:
+    """A place of each cloud backend."""
+    return [empty_place(request, scheme) for scheme in CLOUDS]
+
+
+def empty_place(request: pytest.FixtureRequest, scheme: str) -> Place:
+    """A fresh prefix, with odd letters in it, on the server of one cloud backend."""
     prefix = f"{secrets.token_hex(8)}/ünï code"
-    if request.param == "s3":
-        bucket: Bucket = request.getfixturevalue("s3_bucket")
+    if scheme == "s3":
+        bucket: Bucket = request.getfixturevalue(CLOUDS[scheme])
         env = {
             "AWS_ENDPOINT_URL": bucket.endpoint.url,
             "AWS_ACCESS_KEY_ID": bucket.endpoint.key,
             "AWS_SECRET_ACCESS_KEY": bucket.endpoint.secret,
             "AWS_DEFAULT_REGION": "us-east-1",
         }
-        return Place(f"s3://{bucket.name}/{prefix}", {**bucket.options, "part_bytes": 5 << 20}, env)
-    if request.param == "gs":
-        gcs: FakeGcs = request.getfixturevalue("gcs_server")
+        options = {**bucket.options, "part_bytes": 5 << 20}
+        return Place(f"s3://{bucket.name}/{prefix}", options, env, bucket.endpoint.url)
+    if scheme == "gs":
+        gcs: FakeGcs = request.getfixturevalue(CLOUDS[scheme])
         options = {"endpoint_url": gcs.url, "token": "anon"}
-        return Place(f"gs://bucket/{prefix}", options, {"STORAGE_EMULATOR_HOST": gcs.url})
-    azure: Azurite = request.getfixturevalue("azure_server")
+        return Place(f"gs://bucket/{prefix}", options, {"STORAGE_EMULATOR_HOST": gcs.url}, gcs.url)
+    azure: Azurite = request.getfixturevalue(CLOUDS[scheme])
     options = {"connection_string": azure.connection_string, "part_bytes": 1 << 20}
-    return Place(f"az://checkpoints/{prefix}", options, {"AZURE_STORAGE_CONNECTION_STRING": azure.connection_string})
+    env = {"AZURE_STORAGE_CONNECTION_STRING": azure.connection_string}
+    return Place(f"az://checkpoints/{prefix}", options, env, f"http://{azure.host_port}")
+
+
+@pytest.fixture
+def set_max_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Function: set the cap on requests of this process, for one test."""
+
+    def set_to(limit: int) -> None:
+        monkeypatch.setenv(request_cap.VARIABLE, str(limit))
+        request_cap.forget()
+
+    yield set_to
+    request_cap.forget()

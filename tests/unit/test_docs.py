@@ -40,6 +40,16 @@ def test_named_tests_exist() -> None:
         assert named <= known, page
 
 
+def test_every_fault_scenario_names_tests_that_exist() -> None:
+    rows = re.findall(r"^\| (\d+) \|(.*)$", text_of("design/fault-scenarios.md"), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 39))
+    for number, row in rows:
+        named = re.findall(r"`([\w./-]+)::(test_\w+)`", row)
+        assert named, number
+        for file, test in named:
+            assert re.search(rf"def {test}\(", (ROOT / file).read_text(encoding="utf-8")), f"{number}: {file}::{test}"
+
+
 @pytest.mark.parametrize(
     "document",
     [
