@@ -684,13 +684,13 @@ class Cursor(Counter):
 
 
 def steady(url: str, policy: ProofPolicy | None = None) -> tuple[Checkpointer, Cursor, ResumeReport]:
-    """A run of 8 steady steps, resumed."""
+    """A run of 16 steady steps, resumed."""
     for resuming in (False, True):
         cursor = Cursor()
         state = TrainState(nn.Linear(2, 2), data=shared(cursor))
         saves = Checkpointer(url, state, proof=policy)
         report = saves.resume()
-        while not resuming and cursor.count < 8:
+        while not resuming and cursor.count < 16:
             recorded(saves, cursor)
         if not resuming:
             saves.save()
@@ -711,7 +711,7 @@ def recorded(saves: Checkpointer, cursor: Cursor, *, loss: float = 2.0, skip: in
     [
         ({"loss": 3.0}, {"loss"}),
         ({"loss": float("nan")}, {"loss"}),
-        ({"batch": "b7"}, {"first batch"}),
+        ({"batch": "b15"}, {"first batch"}),
         ({"batch": "b0"}, {"first batch"}),
         ({"skip": 1}, {"first batch", "next step"}),
     ],
@@ -739,7 +739,7 @@ def test_a_jump_in_a_later_step_of_the_proof_is_found_and_after_it_none_is_looke
     with saves:
         recorded(saves, cursor)
         recorded(saves, cursor)
-        with pytest.raises(NotProved, match="step 11, 3 after the resume"):
+        with pytest.raises(NotProved, match="step 19, 3 after the resume"):
             recorded(saves, cursor, loss=5.0)
         recorded(saves, cursor, loss=9.0)
     assert report.loss_delta == pytest.approx(0.01)
