@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from itertools import count
 
 import pytest
@@ -122,6 +123,15 @@ def test_a_flat_window_does_not_make_every_loss_a_jump() -> None:
     flat = [StepRecord(step=step, loss=1.0) for step in range(8)]
     assert results(StepRecord(step=8, loss=1.05), flat)["loss"] is True
     assert results(StepRecord(step=8, loss=1.2), flat)["loss"] is False
+
+
+def test_plain_noise_is_no_jump_however_short_the_run_was() -> None:
+    noise = random.Random(1)
+    alarms = 0
+    for length in [4, 6, 8, 12, 16, 24, 32] * 300:
+        window = [StepRecord(step=step, loss=2.0 + noise.gauss(0, 0.5)) for step in range(length)]
+        alarms += results(StepRecord(step=length, loss=2.0 + noise.gauss(0, 0.5)), window)["loss"] is False
+    assert alarms <= 1, "in 2100 resumes"
 
 
 def test_the_loss_delta() -> None:

@@ -488,7 +488,7 @@ def changed(**fields: Any) -> Description:
         (changed(fingerprints={"tokenizer": "c" * 64}), {"tokenizer"}),
         (changed(topology={"zero": 2}), {"zero"}),
         (changed(topology={"zero": 2}, settings={"workers": 0}, fingerprints={"tokenizer": "c" * 64}), {"zero", "workers", "tokenizer"}),
-        (Description(), {"batch_size", "workers", "tokenizer", "training_config", "dp", "tp", "pp", "zero"}),
+        (Description(), {"batch_size", "workers", "tokenizer", "training_config", "dp", "tp", "pp", "zero", "world"}),
     ],
 )  # fmt: skip
 def test_what_changed_is_told_by_name_before_anything_is_loaded(
@@ -684,13 +684,13 @@ class Cursor(Counter):
 
 
 def steady(url: str, policy: ProofPolicy | None = None) -> tuple[Checkpointer, Cursor, ResumeReport]:
-    """A run of 8 steady steps, resumed."""
+    """A run of 16 steady steps, resumed."""
     for resuming in (False, True):
         cursor = Cursor()
         state = TrainState(nn.Linear(2, 2), data=shared(cursor))
         saves = Checkpointer(url, state, proof=policy)
         report = saves.resume()
-        while not resuming and cursor.count < 8:
+        while not resuming and cursor.count < 16:
             recorded(saves, cursor)
         if not resuming:
             saves.save()
@@ -711,7 +711,7 @@ def recorded(saves: Checkpointer, cursor: Cursor, *, loss: float = 2.0, skip: in
     [
         ({"loss": 3.0}, {"loss"}),
         ({"loss": float("nan")}, {"loss"}),
-        ({"batch": "b7"}, {"first batch"}),
+        ({"batch": "b15"}, {"first batch"}),
         ({"batch": "b0"}, {"first batch"}),
         ({"skip": 1}, {"first batch", "next step"}),
     ],
@@ -739,7 +739,7 @@ def test_a_jump_in_a_later_step_of_the_proof_is_found_and_after_it_none_is_looke
     with saves:
         recorded(saves, cursor)
         recorded(saves, cursor)
-        with pytest.raises(NotProved, match="step 11, 3 after the resume"):
+        with pytest.raises(NotProved, match="step 19, 3 after the resume"):
             recorded(saves, cursor, loss=5.0)
         recorded(saves, cursor, loss=9.0)
     assert report.loss_delta == pytest.approx(0.01)
@@ -852,6 +852,24 @@ def test_only_the_coordinator_looks_for_the_newest(verb: str, part: str, pair: P
     pair.run(WORLD, train_together, store_url)
     found = pair.run(WORLD, resume_together, store_url, PREVIOUS, 1, (Raise("denied"), verb, part))
     assert found == [("step-6", [], True)] * WORLD
+
+
+def test_another_number_of_ranks_needs_a_word_in_the_matrix_and_a_choice_about_the_streams(
+    pair: Pool, store_url: str
+) -> None:
+    """Nobody gave a topology: the number of ranks is compared all the same."""
+    pair.run(WORLD, train_together, store_url)
+    run = Run(seed=8)
+    before = everything(run)
+    with pytest.raises(Incompatible, match="topology world: saved 2, now 1"):
+        resumed(store_url, ResumeOptions(on_world_size_change="reseed"), run)
+    entry = "resume_compatibility:\n  - {from: {world: 2}, to: {world: 1}, status: verified}\n"
+    with pytest.raises(StateMismatch, match="2 ranks saved their random streams, there are 1"):
+        resumed(store_url, ResumeOptions(matrix=parse_matrix(entry)), run)
+    assert differing(before, run) == set()
+    report = resumed(store_url, ResumeOptions(matrix=parse_matrix(entry), on_world_size_change="reseed"), run)
+    assert (report.proved, report.saved_world_size, report.world_size) == (True, 2, 1)
+    assert [check.name for check in report.checks if check.ok is None] == ["facts of this rank"]
 
 
 def test_choose_says_none_only_after_a_listing(store_url: str) -> None:

@@ -66,7 +66,8 @@ class Checkpointer:
     Args:
         store: URL of the store's root, or an open store.
         state: What a recovery point holds.
-        description: Topology, fingerprints and settings of this run; each save adds its progress.
+        description: Topology, fingerprints and settings of this run; each save adds its progress. Without a topology
+            the number of ranks is recorded.
         policy: Limits of background saves.
         proof: What counts as a jump in the first steps after a resume.
         overwrite: As for `StorageWriter`. Without it a run commits again what its own resume passed over as damaged,
@@ -104,6 +105,9 @@ class Checkpointer:
         # A rank may come to an exchange as late as its own save is allowed to be.
         self._front = Exchange("training thread", 1.5 * self.policy.deadline_s, process_group, own=front)
         self._back = Exchange("background saves", self.policy.deadline_s, process_group, own=back)
+        if not self.description.topology:
+            # Else nothing would stop another number of ranks: what nobody records, nobody compares.
+            self.description = replace(self.description, topology={"world": self._front.world_size})
         self._ledger = Ledger(self.policy, self._front, self.store, self._writer.abandon)
         self._teller = Teller(observers, self._front.rank, self._front.world_size)
         self._saves = BackgroundSaves(self._writer, self._back, self._teller.ended)

@@ -17,6 +17,10 @@ from txstore.train.history import StepRecord
 FEWEST = 4
 """Records below which a window says nothing about what is usual."""
 
+FEW = 16
+"""Losses below which their median deviation is a matter of luck: by it alone, plain noise would be a jump at every 30th
+step after a resume from 4 records. The range of the window, times 40 over their number, is then allowed, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -95,6 +99,8 @@ def _loss(window: Sequence[StepRecord], record: StepRecord, policy: ProofPolicy)
     middle = statistics.median(losses)
     spread = 1.4826 * statistics.median(abs(loss - middle) for loss in losses)  # of a normal distribution: its sigma
     allowed = max(policy.loss_spreads * spread, policy.loss_fraction * abs(middle))
+    if len(losses) < FEW:
+        allowed = max(allowed, 40 / len(losses) * (max(losses) - min(losses)))
     off = record.loss - middle
     return Check(
         "loss",
