@@ -104,8 +104,9 @@ def test_the_protocol_holds_under_all_faults_at_once() -> None:
 
 
 @pytest.mark.soak
-def test_the_protocol_holds_in_many_histories() -> None:
-    run(Memory, examples=1000, steps=50, replay="-m soak tests/machine/test_memory.py -k many")
+@pytest.mark.parametrize("part", range(4))
+def test_the_protocol_holds_in_many_histories(part: int) -> None:
+    run(Memory, examples=400, steps=50, replay="-m soak tests/machine/test_memory.py -k many")
 
 
 # Planted: what the machine must find. With a seed each: whether it finds them is no matter of luck.
