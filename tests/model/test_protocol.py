@@ -235,7 +235,7 @@ def create_that_forgets_unclear_answers(self: retry.RetryingStore, key: str, dat
             if self._read_back(key, data) is not True:
                 raise
 
-    self._call(attempt)  # ends with the last answer, whatever came before it
+    self._retrier.call(attempt)  # ends with the last answer, whatever came before it
 
 
 def create_with_fresh_bytes(self: retry.RetryingStore, key: str, data: bytes) -> None:
@@ -251,7 +251,7 @@ def create_with_fresh_bytes(self: retry.RetryingStore, key: str, data: bytes) ->
             if self._read_back(key, data) is not True:
                 raise
 
-    self._call(attempt)
+    self._retrier.call(attempt)
 
 
 def create_that_replaces(content: model.Content, request: Request) -> tuple[model.Reply, model.Content]:

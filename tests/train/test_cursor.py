@@ -205,6 +205,7 @@ class Ranks:
         for rank in range(world):
             progress = TrainProgress()
             sampler = ElasticBatchSampler(SAMPLES, BATCH, progress, rank=rank, world_size=world, seed=5)
+            torch.manual_seed(1)
             state = TrainState(nn.Linear(1, 1), data=sampler, progress=progress)
             self.states.append(state)
             self.loaders.append(

@@ -332,7 +332,7 @@ ROWS = [
     Row("global step", "progress", count("global_step"), told("global step")),
     Row("epoch", "progress", count("epoch"), told("epoch")),
     Row("micro step", "progress", count("micro_step"), told("micro step", "gradients")),
-    Row("consumed samples: the cursor", "progress", count("consumed_samples"), told("consumed samples")),
+    Row("consumed samples: the cursor", "progress", count("consumed_samples"), told("consumed samples", "next batch")),
     Row("weights of an average", "extras", average, unknown="extra average"),
     Row("counter of an average", "extras", updates, unknown="extra average"),
     Row("Python's stream", "rng", stream_python, told("random streams")),

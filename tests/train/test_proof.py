@@ -7,9 +7,11 @@ import random
 from itertools import count
 
 import pytest
+from torch import nn
 
 from txstore.errors import ConfigError, FormatError
 from txstore.train.history import History, StepRecord
+from txstore.train.names import Models
 from txstore.train.piece import Loaded, Place
 from txstore.train.progress import TrainProgress
 from txstore.train.proof import Check, ProofPolicy, check_step, compare_with_control, loss_delta
@@ -108,11 +110,11 @@ class Loader:
     [({}, []), ({"train": object()}, [("next batch", None)]), ({"train": Loader("b7")}, [("next batch", True)])],
 )
 def test_a_fact_that_nobody_knows_is_not_one_that_holds(data, expected) -> None:
-    facts = Facts(TrainProgress(), [], [], data)
+    facts = Facts(Models(nn.Linear(1, 1)), TrainProgress(), [], data=data)
     piece = ProofPiece(facts, History())
     place = Place(0, 1)
     saved = piece.capture(place)
-    piece.restore(Loaded(saved.shared, saved.own, {}, True, place, 1, "error"))
+    piece.restore(Loaded({**saved.shared, **saved.replicated}, saved.own, {}, True, place, 1, "error"))
     found = {check.name: check.ok for check in piece.checks()}
     assert [(name, ok) for name, ok in found.items() if name == "next batch"] == expected
     assert "loss scale" not in found

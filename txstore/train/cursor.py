@@ -79,6 +79,14 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """Batches in a whole epoch."""
         return self._samples // self._global_batch
 
+    def next_batch_id(self) -> str:
+        """Names the global batch at the cursor: the same whatever the number of ranks.
+
+        Record it with the step that trains on it, and a resume is checked to begin with the right one.
+        """
+        epoch, number = divmod(self._progress.consumed_samples // self._global_batch, len(self))
+        return f"epoch-{epoch}.batch-{number}"
+
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's indices of each batch, from the cursor to the end of its epoch.
 
