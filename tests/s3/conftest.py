@@ -49,7 +49,7 @@ def remote(make, proxy):
 @pytest.fixture
 def hasty(make, proxy):
     """For replies that never come: each costs its read timeout."""
-    return make(endpoint_url=proxy.url, read_timeout_s=1.0)
+    return make(endpoint_url=proxy.url, read_timeout_s=2.0)
 
 
 @pytest.fixture
