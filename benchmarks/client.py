@@ -23,6 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import states
 from benchmarks.contenders import MAKERS
+from benchmarks.sampling import Sampler
 
 WARM_MIB = 4
 
@@ -144,7 +146,15 @@ class Rank:
         wanted = states.digests(state) if asked["do"] == "load" else []
         if asked["do"] == "load":
             states.wipe(state)
-        measured = measure(lambda: call(state, asked["name"]))
+        before = self._contender.read_bytes
+        with Sampler() if asked.get("profile") else nullcontext() as sampler:
+            measured = measure(lambda: call(state, asked["name"]))
+        if sampler is not None:
+            measured["profile"] = sampler.shares()
+        if dist.is_initialized():
+            # The kernel's count holds what gloo reads from its sockets.
+            after = self._contender.read_bytes
+            measured["read_bytes"] = None if before is None or after is None else after - before
         if wanted != (states.digests(state) if wanted else []):
             raise RuntimeError("loaded values differ")
         return measured | {"needed_bytes": states.nbytes(state)}

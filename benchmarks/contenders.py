@@ -32,6 +32,9 @@ class Contender(ABC):
         self.url: str = place["url"]
         self.options: dict[str, Any] = place["options"]
 
+    read_bytes: int | None = None
+    """Bytes of data that loads have read so far, where the contender can tell."""
+
     @abstractmethod
     def save(self, state: State, name: str) -> None:
         """Save; on return the checkpoint is durable."""
@@ -50,6 +53,20 @@ class TxStore(Contender):
 
         self._writer = StorageWriter(self.url, **self.options)
         self._reader = StorageReader(self.url, strict=False, **self.options)
+        self._count_reads()
+
+    def _count_reads(self) -> None:
+        from txstore.shards.reading import BlockReader
+
+        self.read_bytes = 0
+        read_all = BlockReader.read_all
+
+        def counted(reader: BlockReader, wanted: Any) -> None:
+            before = reader.bytes_read
+            read_all(reader, wanted)
+            self.read_bytes = (self.read_bytes or 0) + reader.bytes_read - before
+
+        BlockReader.read_all = counted  # type: ignore[method-assign]
 
     def save(self, state: State, name: str) -> None:
         dcp.save(state, storage_writer=self._writer, checkpoint_id=name)

@@ -32,7 +32,8 @@ class Measured:
         cpu_s: User and system time of all ranks.
         extra_bytes: Peak of resident memory above what was there before; of the rank that took most.
         needed_bytes: Bytes of tensors that were saved or asked for, over all ranks.
-        read_bytes: Bytes that went through read calls (not those of sockets, nor of mapped files).
+        read_bytes: Bytes that went through read calls, not those of mapped files; of several ranks the bytes of data
+            that the contender says it read, or None.
         calls: Read and write calls.
     """
 
@@ -40,7 +41,7 @@ class Measured:
     cpu_s: float
     extra_bytes: int
     needed_bytes: int
-    read_bytes: int
+    read_bytes: int | None
     calls: int
 
 
@@ -130,21 +131,20 @@ class Group:
         """Wait until the state is made and the contender is warm."""
         self._host.receive(f"{self.contender}: start")
 
-    def run(self, do: str, name: str, only: list[str] | None = None) -> Measured:
+    def run(self, do: str, name: str, only: list[str] | None = None, *, profile: bool = False) -> Measured:
         """A save or a load, on all ranks."""
-        self._host.send({"do": do, "group": self._name, "name": name, "only": only})
+        self._host.send({"do": do, "group": self._name, "name": name, "only": only, "profile": profile})
         ranks = self._host.receive(f"{self.contender}: {do}")
+        self.profile: dict[str, list[tuple[str, float]]] = ranks[0].get("profile", {})
 
-        def total(field: str) -> int:
-            return sum(rank[field] for rank in ranks)
-
+    XX
         return Measured(
             wall_s=max(rank["end_s"] for rank in ranks) - min(rank["begin_s"] for rank in ranks),
             cpu_s=sum(rank["cpu_s"] for rank in ranks),
             extra_bytes=max(rank["extra_bytes"] for rank in ranks),
-            needed_bytes=total("needed_bytes"),
-            read_bytes=total("read_bytes"),
-            calls=total("calls"),
+            needed_bytes=sum(rank["needed_bytes"] for rank in ranks),
+            read_bytes=None if None in read else sum(read),
+            calls=sum(rank["calls"] for rank in ranks),
         )
 
     def stop(self) -> None:

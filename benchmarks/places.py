@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
+from benchmarks.cases import FSSPEC, OURS
 from benchmarks.counting import CountingProxy
 
 # The servers are imported where they are used: each needs the SDK of its backend.
@@ -62,9 +63,14 @@ class S3:
     def of(self, contender: str, endpoint: str | None = None) -> dict[str, Any]:
         key, secret = self._bucket.endpoint.key, self._bucket.endpoint.secret
         url, at = f"s3://{self._bucket.name}/{_slug(contender)}", endpoint or self._bucket.endpoint.url
-        if contender == "DCP Fsspec":
+        if contender == FSSPEC:
             return {"url": url, "options": {"key": key, "secret": secret, "client_kwargs": {"endpoint_url": at}}}
-        return {"url": url, "options": {"key": key, "secret": secret, "endpoint_url": at}}
+        options = {"key": key, "secret": secret, "endpoint_url": at}
+        if contender == OURS:
+            # Without TLS botocore would sign every body with a pass of SHA-256. The CRT under s3torchconnector does
+            # not, and over TLS, as in production, nobody does.
+            options["sign_payload"] = False
+        return {"url": url, "options": options}
 
     def clear(self) -> None:
         client = self._bucket.client
@@ -139,7 +145,7 @@ class Azure:
         text = self._server.connection_string
         if endpoint is not None:
             text = text.replace(self._server.host_port, endpoint.removeprefix("http://"))
-        scheme = "abfs" if contender == "DCP Fsspec" else "az"
+        scheme = "abfs" if contender == FSSPEC else "az"
         return {"url": f"{scheme}://bench/{_slug(contender)}", "options": {"connection_string": text}}
 
     def clear(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -75,6 +76,18 @@ class Run:
             self._count(case, place, records)
         return list(records.values())
 
+    def profile(self, case: Case) -> dict[str, tuple[Measured, dict[str, list[tuple[str, float]]]]]:
+        """One save and one load of a case's first contender, sampled; by operation."""
+        (contender,) = case.contenders
+        with self._places[case.backend]() as place, ExitStack() as groups:
+            saver = groups.enter_context(_running(self._group(case, contender, place.of(contender), world=case.world)))
+            reader = saver
+            if case.readers != case.world:
+                at = place.of(contender)
+                reader = groups.enter_context(_running(self._group(case, contender, at, world=case.readers)))
+            saved = saver.run("save", "step-1000", profile=True), saver.profile
+            return {"save": saved, "load": (reader.run("load", "step-1000", profile=True), reader.profile)}
+
     def _count(self, case: Case, place: Place, records: dict[tuple[str, str], Record]) -> None:
         """Requests and bytes, seen by a proxy. Nothing of it is timed: the proxy is slow."""
         for contender in case.contenders:
@@ -103,8 +116,9 @@ class Run:
 def _count_calls(records: dict[tuple[str, str], Record]) -> None:
     """On a file system the kernel has counted already."""
     for record in records.values():
-        record["requests"] = {"calls": record["rounds"][-1]["calls"]}
-        if record["operation"] != "save":
+        if record["world"] == record["readers"] == 1:
+            record["requests"] = {"calls": record["rounds"][-1]["calls"]}
+        if record["operation"] != "save" and record["rounds"][-1]["read_bytes"] is not None:
             record["moved_bytes"] = record["rounds"][-1]["read_bytes"]
 
 
@@ -138,6 +152,8 @@ def _save_and_load(
         found[operation] = group.run("save" if operation == "save" else "load", name, only)
         told(operation, found[operation])
 
+    if case.backend == "disk":
+        os.sync()  # nobody's save has to write what another one left
     run(saver, "save")
     if case.readers != case.world:
         run(reader, "reshard")
