@@ -71,7 +71,7 @@ def cases(
 def smoke(mib: int) -> list[Case]:
     """A little of everything that needs no peers' environment and no server."""
     contenders = (OURS, DCP[0], RAW[1])
-    whole = Case("disk", "llama", mib, 1, 1, True, 1, contenders)
+    whole = Case("disk", "llama", mib, 1, 1, partial=True, rounds=1, contenders=contenders)
     return [whole, replace(whole, world=2, readers=1, partial=False, contenders=(OURS, DCP[0]))]
 
 
@@ -83,7 +83,7 @@ def _of(backend: Backend, *, quick: bool) -> list[Case]:
         mib, rounds = (256, 3) if quick else (1024, 7)
     else:
         mib, rounds = (64, 2) if quick else (256, 5)
-    whole = Case(backend, "large", mib, 1, 1, False, rounds, alone)
+    whole = Case(backend, "large", mib, 1, 1, partial=False, rounds=rounds, contenders=alone)
     mix = replace(whole, kind="llama", partial=True)
     small = replace(mix, mib=max(64, mib // 2), partial=False, contenders=sharded)
     reshard = replace(small, world=4, readers=3)

@@ -111,9 +111,9 @@ def _serve(requests: TextIO, answers: TextIO, rank: int, request: dict[str, Any]
     for line in requests:
         asked = json.loads(line)
         if asked["do"] == "stop":
-            answer(lambda: {})
+            answer(dict)
             return
-        answer(lambda asked=asked: ranks[0].run(asked))  # type: ignore[misc]
+        answer(lambda asked=asked: ranks[0].run(asked))
 
 
 class Rank:
@@ -127,9 +127,7 @@ class Rank:
         if world > 1:
             os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(world))
             store = dist.FileStore(rendezvous, world)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=300)
-            )
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=300))
             mesh = init_device_mesh("cpu", (world,))
         self.state = states.build(request["kind"], request["mib"], rank, mesh)
         self._contender = MAKERS[request["contender"]](request["place"])

@@ -66,7 +66,7 @@ class TxStore(Contender):
             read_all(reader, wanted)
             self.read_bytes = (self.read_bytes or 0) + reader.bytes_read - before
 
-        BlockReader.read_all = counted  # type: ignore[method-assign]
+        BlockReader.read_all = counted
 
     def save(self, state: State, name: str) -> None:
         dcp.save(state, storage_writer=self._writer, checkpoint_id=name)
@@ -82,7 +82,7 @@ class Unverified(TxStore):
         super().__init__(place)
         from txstore.shards import reading
 
-        reading.verify_blocks = lambda *_: None  # type: ignore[assignment]
+        reading.verify_blocks = lambda *_: None
 
 
 class Dcp(Contender):
@@ -148,9 +148,7 @@ def s3_torch(place: Place, threads: int) -> Contender:
     writer = S3StorageWriter(region, place["url"], thread_count=threads)
     reader = S3StorageReader(region, place["url"])
     # The pair takes no endpoint; its client does.
-    client = S3Client(
-        region, endpoint=options["endpoint_url"], s3client_config=S3ClientConfig(force_path_style=True)
-    )
+    client = S3Client(region, endpoint=options["endpoint_url"], s3client_config=S3ClientConfig(force_path_style=True))
     writer.fs = S3FileSystem(region, s3_client=client)
     reader.fs = S3FileSystem(region, s3_client=client, reader_constructor=reader._reader_constructor)
     return Dcp(place, writer, reader)

@@ -29,7 +29,7 @@ class CountingProxy:
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
-        self._server.proxy = self  # type: ignore[attr-defined]
+        self._server.proxy = self
         self.host_port = f"127.0.0.1:{self._server.server_port}"
         self.url = f"http://{self.host_port}"
         self.reset()
@@ -40,10 +40,11 @@ class CountingProxy:
         self.methods: Counter[str] = Counter()
         self.sent_bytes = self.received_bytes = 0
 
-    def count(self, method: str, sent: int, received: int) -> None:
-        """One request that is over."""
+    def count(self, method: str | None = None, *, sent: int = 0, received: int = 0) -> None:
+        """A request, or a piece of a reply; called before the client gets it, so that it is counted when it has it."""
         with self._lock:
-            self.methods[method] += 1
+            if method is not None:
+                self.methods[method] += 1
             self.sent_bytes += sent
             self.received_bytes += received
 
@@ -75,13 +76,13 @@ class _Handler(BaseHTTPRequestHandler):
         connection = http.client.HTTPConnection(*proxy.upstream, timeout=300)
         try:
             sent = self._forward(connection, proxy)
-            received = self._answer(connection.getresponse(), proxy)
+            reply = connection.getresponse()
+            proxy.count(self.command, sent=sent)
+            self._answer(reply, proxy)
         except (OSError, http.client.HTTPException):
             self.close_connection = True
-            return
         finally:
             connection.close()
-        proxy.count(self.command, sent, received)
 
     def _forward(self, connection: http.client.HTTPConnection, proxy: CountingProxy) -> int:
         connection.putrequest(self.command, self.requestline.split()[1], skip_host=True, skip_accept_encoding=True)
@@ -115,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
             pass
         return parts
 
-    def _answer(self, reply: http.client.HTTPResponse, proxy: CountingProxy) -> int:
+    def _answer(self, reply: http.client.HTTPResponse, proxy: CountingProxy) -> None:
         lines = [f"HTTP/1.1 {reply.status} {reply.reason}"]
         for name, value in reply.getheaders():
             if name.lower() not in _HOP_BY_HOP:
@@ -126,10 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
         if chunked:
             lines.append("Transfer-Encoding: chunked")
         self.wfile.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
-        received = 0
         while not bodiless and (piece := reply.read(_PIECE)):
-            received += len(piece)
+            proxy.count(received=len(piece))
             self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
         if chunked:
             self.wfile.write(b"0\r\n\r\n")
-        return received

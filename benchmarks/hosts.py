@@ -136,8 +136,7 @@ class Group:
         self._host.send({"do": do, "group": self._name, "name": name, "only": only, "profile": profile})
         ranks = self._host.receive(f"{self.contender}: {do}")
         self.profile: dict[str, list[tuple[str, float]]] = ranks[0].get("profile", {})
-
-    XX
+        read = [rank["read_bytes"] for rank in ranks]
         return Measured(
             wall_s=max(rank["end_s"] for rank in ranks) - min(rank["begin_s"] for rank in ranks),
             cpu_s=sum(rank["cpu_s"] for rank in ranks),

@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib as mpl
 
 mpl.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
+from matplotlib import pyplot as plt
 
 TITLES = {
     "disk": "POSIX, disk",

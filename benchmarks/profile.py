@@ -38,7 +38,8 @@ def main(arguments: Sequence[str]) -> None:
         run = Run(stack, disk=options.disk, tmpfs=options.tmpfs)
         for operation, (measured, profile) in run.profile(case).items():
             print(
-                f"\n{operation}: {measured.wall_s:.2f} s, {measured.cpu_s:.2f} CPU-s, {measured.needed_bytes >> 20} MiB, "
+                f"\n{operation}: {measured.wall_s:.2f} s, {measured.cpu_s:.2f} CPU-s, "
+                f"{measured.needed_bytes >> 20} MiB, "
                 f"{(measured.read_bytes or 0) / max(1, measured.needed_bytes):.3f} read/needed, {measured.calls} calls"
             )
             for what, shares in profile.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -10,11 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, peers, places, report
 from benchmarks.cases import BACKENDS, IN_PEERS_ENVIRONMENT, NAMES, Case, cases, smoke
+from benchmarks.counting import CountingProxy
 from benchmarks.hosts import Group, Host, Measured, watch
 from benchmarks.places import Place
 
@@ -92,25 +95,24 @@ class Run:
         """Requests and bytes, seen by a proxy. Nothing of it is timed: the proxy is slow."""
         for contender in case.contenders:
             with place.proxy() or ExitStack() as proxy, watch(f"count: {contender}"), ExitStack() as groups:
-                if not isinstance(proxy, places.CountingProxy):
+                if not isinstance(proxy, CountingProxy):
                     _count_calls(records)
                     return
                 at = place.of(contender, proxy.url)
                 saver = reader = groups.enter_context(_running(self._group(case, contender, at, world=case.world)))
                 if case.readers != case.world:
                     reader = groups.enter_context(_running(self._group(case, contender, at, world=case.readers)))
-
-                def counted(operation: str, measured: Measured) -> None:
-                    if (record := records.get((contender, operation))) is not None:  # noqa: B023 - called at once
-                        record["requests"] = dict(proxy.methods)  # noqa: B023
-                        record["moved_bytes"] = (  # noqa: B023
-                            proxy.sent_bytes if operation == "save" else proxy.received_bytes  # noqa: B023
-                        )
-                    proxy.reset()  # noqa: B023
-
                 proxy.reset()
-                _save_and_load(case, saver, reader, "step-2000", counted)
+                _save_and_load(case, saver, reader, "step-2000", partial(_note, records, contender, proxy))
             place.clear()
+
+
+def _note(records: dict[tuple[str, str], Record], contender: str, proxy: CountingProxy, operation: str) -> None:
+    """Take over what the proxy has counted, and begin anew."""
+    if (record := records.get((contender, operation))) is not None:
+        record["requests"] = dict(proxy.methods)
+        record["moved_bytes"] = proxy.sent_bytes if operation == "save" else proxy.received_bytes
+    proxy.reset()
 
 
 def _count_calls(records: dict[tuple[str, str], Record]) -> None:
@@ -144,13 +146,13 @@ def _record(case: Case, contender: str, operation: str) -> Record:
 
 
 def _save_and_load(
-    case: Case, saver: Group, reader: Group, name: str, told: Callable[[str, Measured], None] = lambda *_: None
+    case: Case, saver: Group, reader: Group, name: str, told: Callable[[str], None] = lambda _: None
 ) -> dict[str, Measured]:
     found: dict[str, Measured] = {}
 
     def run(group: Group, operation: str, only: list[str] | None = None) -> None:
         found[operation] = group.run("save" if operation == "save" else "load", name, only)
-        told(operation, found[operation])
+        told(operation)
 
     if case.backend == "disk":
         os.sync()  # nobody's save has to write what another one left
@@ -177,8 +179,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder on the disk to be measured")
     parser.add_argument("--tmpfs", default="/dev/shm")
     parser.add_argument("--out", type=Path, help="where the JSON goes; default benchmarks/results/")
-    parser.add_argument("--no-plot", action="store_true")
+    parser.add_argument("--from", dest="source", type=Path, help="measure nothing: show this result file")
+    parser.add_argument("--docs", action="store_true", help="put tables and plot into docs/performance.md")
     options = parser.parse_args(arguments)
+    if options.source is not None:
+        results = json.loads(options.source.read_text())
+        report.show(results)
+        _publish(results, options.source, docs=options.docs)
+        return
     chosen = cases(quick=options.quick, backends=options.backends, mib=options.mib, rounds=options.rounds)
     if options.smoke:
         chosen = smoke(options.mib or 8)
@@ -197,6 +205,10 @@ def main(arguments: Sequence[str]) -> None:
         "records": records,
     }
     report.show(results)
-    path = report.write(results, options.out)
-    if not options.no_plot and not options.smoke:
+    _publish(results, report.write(results, options.out), docs=options.docs)
+
+
+def _publish(results: dict[str, Any], path: Path, *, docs: bool) -> None:
+    if docs:
+        report.document(results)
         report.plot(path, peers.python())

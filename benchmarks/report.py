@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +20,9 @@ WIDTH = 128
 PLOTS = Path(__file__).parents[1] / "docs"
 
 Record = dict[str, Any]
+
+_FIGURES = ("MiB/s", "txstore is", "range", "CPU-s/GiB", "extra MiB", "requests", "moved/needed")
+_BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def median(record: Record, field: str) -> float:
@@ -69,16 +72,23 @@ def _table(title: str, records: list[Record]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in ("operation", "contender"):
         table.add_column(column)
-    for column in ("MiB/s", "txstore is", "range", "CPU-s/GiB", "extra MiB", "requests", "moved/needed"):
+    for column in _FIGURES:
         table.add_column(column, justify="right")
+    for row, last in _rows(records):
+        table.add_row(*row, end_section=last)
+    return table
+
+
+def _rows(records: list[Record]) -> Iterator[tuple[list[str], bool]]:
+    """The cells of one case, and whether a row is the last of its operation."""
     for operation in dict.fromkeys(record["operation"] for record in records):
         group = [record for record in records if record["operation"] == operation]
         ours = next((median(record, "wall_s") for record in group if record["contender"] == OURS), None)
         for number, record in enumerate(group):
             middle, seconds = median(record, "wall_s"), [one["wall_s"] for one in record["rounds"]]
             moved = amplification(record)
-            table.add_row(
-                operation if not number else "",
+            row = [
+                "" if number else operation,
                 record["contender"],
                 f"{rate(record):.0f}",
                 f"{middle / ours:.2f}x" if ours else "",
@@ -87,9 +97,8 @@ def _table(title: str, records: list[Record]) -> Table:
                 f"{extra_mib(record):.0f}",
                 str(sum(record["requests"].values())) if "requests" in record else "",
                 "" if moved is None else f"{moved:.3f}",
-                end_section=number == len(group) - 1,
-            )
-    return table
+            ]
+            yield row, number == len(group) - 1
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,7 @@ class Target:
     what: str
     backends: tuple[str, ...]
     goal: float
-    at_least: bool
+    sense: Literal[">=", "<="]
     value: Callable[[dict[tuple[str, str], Record]], float | None]
 
 
@@ -129,22 +138,22 @@ def _checksum_cost(of: dict[tuple[str, str], Record]) -> float | None:
 POSIX, CLOUDS = ("disk", "tmpfs"), ("s3", "gcs", "azure")
 
 TARGETS = (
-    Target("save against DCP FileSystem, its better setting", ("disk",), 1.2, True, _faster("save", DCP)),
-    Target("save against DCP FileSystem, its better setting", ("tmpfs",), 1.5, True, _faster("save", DCP)),
-    Target("save against the best raw write", POSIX, 0.95, True, _faster("save", RAW)),
-    Target("verified load against DCP FileSystem, its better setting", POSIX, 4.0, True, _faster("load", DCP)),
-    Target("load, CPU-s/GiB", POSIX, 0.45, False, _own("load", cpu)),
-    Target("time that checksums add to a load", POSIX, 0.10, False, _checksum_cost),
-    Target("save against s3torchconnector, its better setting", ("s3",), 1.1, True, _faster("save", S3_TORCH)),
-    Target("load against s3torchconnector, its better setting", ("s3",), 2.5, True, _faster("load", S3_TORCH)),
-    Target("save, CPU-s/GiB", ("s3",), 1.0, False, _own("save", cpu)),
-    Target("load, CPU-s/GiB", ("s3",), 0.8, False, _own("load", cpu)),
-    Target("save against DCP Fsspec", ("gcs", "azure"), 1.5, True, _faster("save", (FSSPEC,))),
-    Target("load against DCP Fsspec", ("gcs", "azure"), 4.0, True, _faster("load", (FSSPEC,))),
-    Target("bytes read over needed, model only", (*POSIX, *CLOUDS), 1.05, False, _own("load model only", amplification)),
-    Target("bytes read over needed, reshard", (*POSIX, *CLOUDS), 1.05, False, _own("reshard", amplification)),
-    Target("extra memory of a save, MiB", (*POSIX, *CLOUDS), 256, False, _own("save", extra_mib)),
-    Target("extra memory of a load, MiB", (*POSIX, *CLOUDS), 256, False, _own("load", extra_mib)),
+    Target("save against DCP FileSystem, its better setting", ("disk",), 1.2, ">=", _faster("save", DCP)),
+    Target("save against DCP FileSystem, its better setting", ("tmpfs",), 1.5, ">=", _faster("save", DCP)),
+    Target("save against the best raw write", POSIX, 0.95, ">=", _faster("save", RAW)),
+    Target("verified load against DCP FileSystem, its better setting", POSIX, 4.0, ">=", _faster("load", DCP)),
+    Target("load, CPU-s/GiB", POSIX, 0.45, "<=", _own("load", cpu)),
+    Target("time that checksums add to a load", POSIX, 0.10, "<=", _checksum_cost),
+    Target("save against s3torchconnector, its better setting", ("s3",), 1.1, ">=", _faster("save", S3_TORCH)),
+    Target("load against s3torchconnector, its better setting", ("s3",), 2.5, ">=", _faster("load", S3_TORCH)),
+    Target("save, CPU-s/GiB", ("s3",), 1.0, "<=", _own("save", cpu)),
+    Target("load, CPU-s/GiB", ("s3",), 0.8, "<=", _own("load", cpu)),
+    Target("save against DCP Fsspec", ("gcs", "azure"), 1.5, ">=", _faster("save", (FSSPEC,))),
+    Target("load against DCP Fsspec", ("gcs", "azure"), 4.0, ">=", _faster("load", (FSSPEC,))),
+    Target("bytes read over needed, model only", (*POSIX, *CLOUDS), 1.05, "<=", _own("load model only", amplification)),
+    Target("bytes read over needed, reshard", (*POSIX, *CLOUDS), 1.05, "<=", _own("reshard", amplification)),
+    Target("extra memory of a save, MiB", (*POSIX, *CLOUDS), 256, "<=", _own("save", extra_mib)),
+    Target("extra memory of a load, MiB", (*POSIX, *CLOUDS), 256, "<=", _own("load", extra_mib)),
 )
 
 
@@ -160,13 +169,38 @@ def verdicts(records: list[Record]) -> list[str]:
             value = target.value(of) if backend in target.backends else None
             if value is None:
                 continue
-            met = value >= target.goal if target.at_least else value <= target.goal
-            sign = ">=" if target.at_least else "<="
+            met = value >= target.goal if target.sense == ">=" else value <= target.goal
             lines.append(
                 f"{'met   ' if met else 'MISSED'} {NAMES[backend]}: {target.what}: "
-                f"{value:.2f} (goal {sign} {target.goal:g}) [{case}]"
+                f"{value:.2f} (goal {target.sense} {target.goal:g}) [{case}]"
             )
     return lines
+
+
+def document(results: dict[str, Any], page: Path = PLOTS / "performance.md") -> None:
+    """Put the tables and verdicts of a run into the page, between its two marks."""
+    text = page.read_text(encoding="utf-8")
+    before, rest = text.split(_BEGIN)
+    _, after = rest.split(_END)
+    page.write_text(before + _BEGIN + "\n" + _markdown(results) + _END + after, encoding="utf-8")
+
+
+def _markdown(results: dict[str, Any]) -> str:
+    computer, records = results["machine"], results["records"]
+    machine = (
+        f"{computer['cores']} cores ({computer['processor']}), {computer['memory_gib']} GiB of memory, "
+        f"Linux {computer['kernel']}, disk {computer['file_systems']['disk']}, "
+        f"torch {computer['versions']['torch']}, load average {computer['load_average']:.1f} at the end; "
+        f"a {results['mode']} run of {results['seconds']} s."
+    )
+    lines = [machine]
+    for backend, case in dict.fromkeys((record["backend"], record["case"]) for record in records):
+        chosen = [record for record in records if (record["backend"], record["case"]) == (backend, case)]
+        lines += ["", f"### {NAMES[backend]}: {case}", "", "| operation | contender | " + " | ".join(_FIGURES) + " |"]
+        lines.append("|---|---|" + "---:|" * len(_FIGURES))
+        lines += [f"| {' | '.join(row)} |" for row, _ in _rows(chosen)]
+    lines += ["", "### Targets", "", *(f"- {line}" for line in verdicts(records)), ""]
+    return "\n".join(lines)
 
 
 def write(results: dict[str, Any], out: Path | None) -> Path:

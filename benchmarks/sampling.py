@@ -12,7 +12,9 @@ from typing import Self
 
 INTERVAL_S = 0.002
 
-_WAITING = frozenset({"wait", "acquire", "_wait_for_tstate_lock", "_worker", "select", "poll", "result", "get", "_poll"})
+_WAITING = frozenset(
+    {"wait", "acquire", "_wait_for_tstate_lock", "_worker", "select", "poll", "result", "get", "_poll"}
+)
 """Functions in which a thread waits for another one; native calls under them are not seen."""
 
 

@@ -12,6 +12,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def _crc(blocks: tuple[int, ...], size: int, known: dict[int, int] = {}) -> int:
 def measure(ranks: int, chunks: int) -> dict[str, Any]:
     """One checkpoint: seconds of each part of the coordinator's work and of a reader's, requests, sizes, money."""
     metadata, items = state(ranks, chunks)
-    chunk_bytes = 4 * next(iter(metadata.state_dict_metadata.values())).chunks[0].sizes[0]  # type: ignore[union-attr]
+    chunk_bytes = 4 * next(iter(metadata.state_dict_metadata.values())).chunks[0].sizes[0]
     store, seconds = CountingStore(), dict[str, float]()
     transaction = timed(seconds, "begin", lambda: begin(store, "step-1000", world_size=ranks))
     planned = timed(seconds, "plan", lambda: [frozenset(mine) for mine in items])
@@ -226,7 +227,7 @@ def growth(steps: Sequence[int]) -> list[dict[str, Any]]:
         store.verbs.clear()
         seconds: dict[str, float] = {}
         held += 1
-        timed(seconds, "commit", lambda: _commit_small(store, held))
+        timed(seconds, "commit", partial(_commit_small, store, held))
         commit = dict(store.verbs)
         store.verbs.clear()
         timed(seconds, "newest", lambda: newest(store))
@@ -258,7 +259,15 @@ def show(results: list[dict[str, Any]], grown: list[dict[str, Any]]) -> None:
         table.add_row(f"requests of the {who}", *(_spelled(one[who]) for one in results))
     console.print(table)
     table = Table(title="against published limits, one key prefix; list prices", title_justify="left")
-    for column in ("service", "ranks", "save: requests", "at its limit, s", "money", "load: requests", "at its limit, s"):
+    for column in (
+        "service",
+        "ranks",
+        "save: requests",
+        "at its limit, s",
+        "money",
+        "load: requests",
+        "at its limit, s",
+    ):
         table.add_column(column, justify="left" if column == "service" else "right")
     for one in results:
         for service in one["services"]:

@@ -45,7 +45,11 @@ def llama(mib: int) -> list[Spec]:
     # A layer holds 4 h*h (attention) + 3 h*3.5h (MLP) elements, ten bytes each with both moments.
     hidden = max(8, int(((mib << 20) / (layers * 14.5 * 10)) ** 0.5) // 2 * 2)
     wide = hidden * 7 // 2
-    shapes: dict[str, tuple[int, ...]] = {"embed": (4 * hidden, hidden), "norm": (hidden,), "head": (4 * hidden, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (4 * hidden, hidden),
+        "norm": (hidden,),
+        "head": (4 * hidden, hidden),
+    }
     for layer in range(layers):
         at = f"layers.{layer}."
         shapes |= {f"{at}attention.{name}": (hidden, hidden) for name in ("q", "k", "v", "o")}
@@ -53,8 +57,7 @@ def llama(mib: int) -> list[Spec]:
         shapes |= {f"{at}mlp.down": (hidden, wide), f"{at}norm.1": (hidden,), f"{at}norm.2": (hidden,)}
     specs = [Spec(("model", name), shape, torch.bfloat16) for name, shape in shapes.items()]
     for name, shape in shapes.items():
-        for moment in ("exp_avg", "exp_avg_sq"):
-            specs.append(Spec(("optim", name, moment), shape, torch.float32))
+        specs += [Spec(("optim", name, moment), shape, torch.float32) for moment in ("exp_avg", "exp_avg_sq")]
         specs.append(Spec(("optim", name, "step"), (), torch.float32))
     return specs
 
@@ -84,9 +87,7 @@ def _make(spec: Spec, seed: int, rank: int, mesh: DeviceMesh | None) -> torch.Te
     row = local[0].numel() if local.numel() else 0
     _fill(local, seed, first * row)
     stride = torch.empty(spec.shape, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=torch.Size(spec.shape), stride=stride
-    )
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(spec.shape), stride=stride)
 
 
 def _fill(tensor: torch.Tensor, seed: int, offset: int) -> None:

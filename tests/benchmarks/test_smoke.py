@@ -65,7 +65,12 @@ from benchmarks import client
 client.main()
 """
     requests = [
-        {"do": "start", "group": "a", "contender": "txstore", "place": {"url": "file://" + str(tmp_path), "options": {}}}
+        {
+            "do": "start",
+            "group": "a",
+            "contender": "txstore",
+            "place": {"url": "file://" + str(tmp_path), "options": {}},
+        }
         | {"world": 1, "kind": "large", "mib": 4, "warm": False},
         {"do": "load", "group": "a", "name": "step-1", "only": None},
     ]
