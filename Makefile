@@ -17,7 +17,7 @@ unexport PYTHONPATH PYTHONHOME PYTHONWARNINGS
 export PIP_USER := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint soak clean
+.PHONY: help setup demo test lint soak bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test    all tests (ARGS='-k name' narrows them)"
 	@echo "make lint    ruff, ruff format, mypy --strict, import-linter"
 	@echo "make soak    the long sweeps"
+	@echo "make bench   txstore beside its peers (ARGS='--quick' for minutes); docs/performance.md"
 	@echo "make clean   remove .venv and everything generated"
 
 setup: $(STAMP)
@@ -77,6 +78,9 @@ lint: setup
 soak: setup $(AZURITE)
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
+bench: setup $(AZURITE)
+	$(BIN)/python -m benchmarks $(ARGS)
+
 clean:
-	rm -rf $(VENV) .demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers .demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
