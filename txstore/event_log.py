@@ -37,7 +37,7 @@ class EventLog:
         fsync: Flush each event to the disk before the call returns.
 
     Raises:
-        ConfigError: Another process, or another `EventLog`, writes this file.
+        ConfigError: Another process, or another `EventLog`, writes this file; or its folder does not exist.
         OSError: The file cannot be opened; from calls: it cannot be written (the disk is full).
     """
 
@@ -45,6 +45,8 @@ class EventLog:
         self.path = os.fspath(path)
         self._fsync = fsync
         self._lock = threading.Lock()
+        if not os.path.isdir(os.path.dirname(self.path) or "."):
+            raise ConfigError("the folder of the event log does not exist", key=self.path, next_step="make it first")
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._claim()

@@ -9,7 +9,7 @@ from faults import Fault, FaultyStore, Raise, path_of
 
 from tests.train.runs import Run
 from tests.train.test_checkpointer import ONCE, Gate, advance, gated
-from txstore.errors import IntegrityError, NotProved, StoreFullError
+from txstore.errors import AlreadyCommitted, IntegrityError, NotProved, StoreFullError
 from txstore.event_log import EventLog, read_events
 from txstore.events import (
     ChecksumFailed,
@@ -27,6 +27,7 @@ from txstore.events import (
     Verified,
     Written,
 )
+from txstore.manifest import Description
 from txstore.metrics import Metrics
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.policy import SavePolicy
@@ -206,3 +207,53 @@ def test_metrics_and_log_see_a_run_and_a_broken_observer_hurts_nobody(store_url,
             saves.resume()
         assert value(metrics, "checkpoint_restore_duration_seconds_count") == 1
     assert [type(event) for event in read_events(path)].count(Committed) == 4
+
+
+def test_a_checkpoint_is_read_back_if_that_is_wanted(store_url):
+    run, told = Run(), []
+    with Checkpointer(store_url, run.state, policy=SavePolicy(verify="full"), observers=[told.append]) as saves:
+        advance(run)
+        saves.save()
+    (verified,) = of(told, Verified)
+    assert (verified.checkpoint, verified.depth, verified.ok) == ("step-1", "full", True)
+    assert verified.bytes > 10_000
+    assert kinds(told)[-2:] == [Committed, Verified]
+
+
+def test_what_is_damaged_on_the_way_to_the_disk_is_raised_like_a_failed_save(store_url):
+    def flip(store, key, call):
+        info = call()
+        with open(path_of(store_url, key), "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([byte[0] ^ 1]))
+        return info
+
+    run, told = Run(), []
+    store = FaultyStore(store_url, Fault(flip, "put", ".safetensors"))
+    saves = Checkpointer(store, run.state, policy=SavePolicy(verify="full"), observers=[told.append])
+    handle = saves.save()
+    assert handle.committed.result(30).checkpoint == "step-0"
+    with pytest.raises(IntegrityError, match=r"step-0 is damaged: data/step-0/.*safetensors"):
+        saves.wait()
+    saves.close()
+    assert [event.ok for event in of(told, Verified)] == [False]
+    assert ".safetensors" in of(told, ChecksumFailed)[0].key
+    with pytest.raises(Exception, match="verify='some'"):
+        SavePolicy(verify="some")
+
+
+def test_a_described_world_is_the_real_one(store_url):
+    with pytest.raises(Exception, match="a world of 64, there are 1 ranks"):
+        Checkpointer(store_url, Run().state, description=Description(topology={"world": 64, "dp": 64}))
+
+
+def test_a_run_that_did_not_resume_is_told_so(store_url):
+    trained(store_url)
+    run = Run()
+    saves = Checkpointer(store_url, run.state)
+    advance(run, 3)
+    saves.save()
+    with pytest.raises(AlreadyCommitted, match="this run did not resume"):
+        saves.close()

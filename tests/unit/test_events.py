@@ -269,8 +269,8 @@ def test_a_closed_log_says_so(path: Path) -> None:
         log(skipped())
 
 
-def test_a_log_in_no_directory_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+def test_a_log_in_no_directory_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="folder of the event log does not exist"):
         EventLog(tmp_path / "absent" / "events.jsonl")
     with pytest.raises(FileNotFoundError):
         list(read_events(tmp_path / "absent"))

@@ -107,9 +107,15 @@ class Judgement:
         if self.allowed:
             return
         count = len(self.blocking)
-        head = f"{count} difference{'' if count == 1 else 's'} between the checkpoint and this run block the resume"
+        what = (
+            "1 difference between the checkpoint and this run blocks"
+            if count == 1
+            else (f"{count} differences between the checkpoint and this run block")
+        )
+        head = f"{what} the resume"
+        # The end of the line: what is added to a message must not stick to the entry, which is there to be pasted.
         error = Incompatible(
-            "\n  ".join([f"{head}:", *self.lines()]),
+            "\n  ".join([f"{head}:", *self.lines()]) + "\n",
             key=self.blocking[0].name,
             next_step="nothing was loaded; undo the change, or do what is said beside it",
         )

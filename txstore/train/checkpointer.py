@@ -25,9 +25,11 @@ from txstore.errors import (
 )
 from txstore.events import Observer, SavePhase
 from txstore.manifest import Decision, Description, Progress
+from txstore.ops.verify import verify
 from txstore.retry import RetryPolicy
 from txstore.store import Store
 from txstore.train import exit_guard
+from txstore.train.choice import examined
 from txstore.train.exchange import Exchange, raise_first, typed
 from txstore.train.history import StepRecord
 from txstore.train.ledger import Ledger
@@ -108,9 +110,16 @@ class Checkpointer:
         if not self.description.topology:
             # Else nothing would stop another number of ranks: what nobody records, nobody compares.
             self.description = replace(self.description, topology={"world": self._front.world_size})
+        world = self.description.topology.get("world", self._front.world_size)
+        if world != self._front.world_size:
+            raise ConfigError(
+                f"the description's topology has a world of {world}, there are {self._front.world_size} ranks",
+                next_step="describe this run as it is: every later resume is judged by what is recorded",
+            )
         self._ledger = Ledger(self.policy, self._front, self.store, self._writer.abandon)
         self._teller = Teller(observers, self._front.rank, self._front.world_size)
-        self._saves = BackgroundSaves(self._writer, self._back, self._teller.ended)
+        read_back = self._read_back if self.policy.verify else None
+        self._saves = BackgroundSaves(self._writer, self._back, self._teller.ended, read_back)
         self._buffers = [SnapshotBuffers() for _ in range(self.policy.max_in_flight)]
         self._proof_policy = proof or ProofPolicy()
         self._proof: ProofWatch | None = None
@@ -294,6 +303,13 @@ class Checkpointer:
         if proof.done:
             self._proof = None
             self._teller.proved(proof.report)
+
+    def _read_back(self, decision: Decision) -> None:
+        """On the background thread of the coordinator, after a commit."""
+        started_s = time.monotonic()
+        found = verify(self.store, decision, depth=self.policy.verify or "documents")
+        self._teller.verified(found, time.monotonic() - started_s)
+        examined(self.store, found)
 
     def wait(self) -> list[Decision]:
         """Wait until all saves have ended; the decisions of those that this call accounted for.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from txstore.errors import ConfigError
+from txstore.ops.report import Depth
 
 WhenBusy = Literal["wait", "skip", "raise"]
 
@@ -21,6 +22,8 @@ class SavePolicy:
         max_staging_bytes: Most bytes of one rank's memory for all snapshots together; None for no limit.
         max_commit_lag_s: `save` treats the limit as reached while an earlier save has been on its way for longer;
             None for no limit.
+        verify: How deep the coordinator reads each checkpoint back when it is committed, in the background: see
+            `txstore.ops.verify`. None for not at all. Damage is raised like a failed save.
         max_failed_in_a_row: So many failed saves, one after another, are warned about and not raised.
         deadline_s: The longest that a save may be on its way, that one phase of a resume may take, and that one rank
             waits for the others, in seconds.
@@ -30,6 +33,7 @@ class SavePolicy:
     when_busy: WhenBusy = "wait"
     max_staging_bytes: int | None = None
     max_commit_lag_s: float | None = None
+    verify: Depth | None = None
     max_failed_in_a_row: int = 0
     deadline_s: float = 1800.0
 
@@ -38,6 +42,8 @@ class SavePolicy:
             raise ConfigError(f"not a save policy: {self}")
         if self.when_busy not in get_args(WhenBusy):
             raise ConfigError(f"when_busy={self.when_busy!r} is none of {get_args(WhenBusy)}")
+        if self.verify not in {None, *get_args(Depth)}:
+            raise ConfigError(f"verify={self.verify!r} is none of {get_args(Depth)}")
         for limit in (self.max_staging_bytes, self.max_commit_lag_s):
             if limit is not None and not limit > 0:
                 raise ConfigError(f"not a save policy: a limit of {limit}; None means no limit")

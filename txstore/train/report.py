@@ -95,9 +95,12 @@ class ResumeReport:
         return Group(*lines)
 
     def __str__(self) -> str:
-        verdicts = {True: "ok", False: "FAILED", None: "unknown"}
-        checks = [f"  {check.name}: {verdicts[check.ok]} ({check.detail})" for check in self.checks]
-        return "\n".join([*self._lines(), *checks])
+        held = sum(check.ok is True for check in self.checks)
+        others = [check for check in self.checks if check.ok is not True]
+        summary = [f"{held} checks hold" + (", but not these:" if others else "")] if self.checks else []
+        verdicts = {True: "", False: "FAILED", None: "could not be checked"}
+        checks = [f"  {check.name}: {verdicts[check.ok]} ({check.detail})" for check in others]
+        return "\n".join([*self._lines(), *summary, *checks])
 
     def _lines(self) -> list[str]:
         if self.fresh:

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from txstore.dcp.snapshot import Snapshot
 from txstore.dcp.writer import Phase, StorageWriter
-from txstore.errors import DeadlineExceeded, SaveError, TxStoreError, describe
+from txstore.errors import AlreadyCommitted, DeadlineExceeded, LoadError, SaveError, TxStoreError, describe
 from txstore.events import SavePhase
 from txstore.manifest import Decision, Description
 from txstore.retry import RetryingStore
-from txstore.train.exchange import Exchange
+from txstore.train.exchange import Exchange, typed
 
 
 class SaveHandle:
@@ -83,6 +83,7 @@ class Request:
 
 
 Ended = Callable[[Request, Decision | None], None]
+ReadBack = Callable[[Decision], object]
 
 
 class BackgroundSaves:
@@ -92,12 +93,16 @@ class BackgroundSaves:
         writer: Writes them; nobody else uses it.
         exchange: The ranks' exchange on this thread; its group also carries DCP's collectives.
         ended: Called on this thread after each save, before its futures are done.
+        read_back: Verifies a commit, on the coordinator; None for no verification.
     """
 
-    def __init__(self, writer: StorageWriter, exchange: Exchange, ended: Ended) -> None:
+    def __init__(
+        self, writer: StorageWriter, exchange: Exchange, ended: Ended, read_back: ReadBack | None = None
+    ) -> None:
         self._writer = writer
         self._exchange = exchange
         self._ended = ended
+        self._read_back = read_back
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -125,9 +130,24 @@ class BackgroundSaves:
             self._ended(request, decision)
             if request.error is None and decision is not None:
                 request.handle.committed.set_result(decision)
+                request.error = self._verified(decision)
             else:
                 request.handle.committed.set_exception(request.error or SaveError("no commit was reported"))
             request.ended.set()
+
+    def _verified(self, decision: Decision) -> TxStoreError | None:
+        """Read the checkpoint back, if that is wanted; damage is an error on all ranks."""
+        read_back = self._read_back
+        if read_back is None:
+            return None
+        error: TxStoreError | None = None
+        if self._exchange.is_coordinator:
+            error = typed(lambda: read_back(decision), "verification", self._exchange.rank, LoadError)[1]
+        try:
+            self._exchange.settle(f"verification of {decision.checkpoint}", error)
+        except TxStoreError as agreed:
+            return agreed
+        return None
 
     def _save(self, request: Request) -> Decision | None:
         """Write, commit, and agree on the outcome; an error is left in the request."""
@@ -152,6 +172,8 @@ class BackgroundSaves:
         except TxStoreError as agreed:
             # A broken group has no agreement; what happened here says more than that it broke.
             request.error = error if error is not None and isinstance(agreed, DeadlineExceeded) else agreed
+            if isinstance(agreed, AlreadyCommitted):
+                agreed.next_step = "this run did not resume, or two runs share this root: one run for each root"
             return None
 
 

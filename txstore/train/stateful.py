@@ -12,6 +12,10 @@ from txstore.train.proof import Check
 from txstore.train.python_state import flatten
 from txstore.train.sample import sample
 
+_NEXT_STEP = {
+    "data": "use torchdata's StatefulDataLoader, or give a plain DataLoader an ElasticBatchSampler and pass that"
+}
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -62,7 +66,7 @@ def scoped(items: Any, label: str, *, is_shared: bool) -> dict[str, Scoped]:
         if not isinstance(one.item, Stateful):
             raise ConfigError(
                 f"{label} {name!r} is a {type(one.item).__name__} without state_dict and load_state_dict",
-                next_step="wrap it in a class that has both",
+                next_step=_NEXT_STEP.get(label, "wrap it in a class that has both"),
             )
         found[name] = one
     return found
