@@ -36,6 +36,9 @@ _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 _NO_ALLOCATE = UNSUPPORTED | {errno.EINTR, errno.ENODEV, errno.EPERM}
 _ATTEMPTS = 8
 
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+"""File systems whose pages preallocation would fill with zeros, for the write to fill again."""
+
 
 class StagedFile:
     """A temporary file beside the name it will get, in a directory that is held open.
@@ -50,14 +53,18 @@ class StagedFile:
         root: The store's root; see `above_root`.
         above_root: Also sync the directories above the root, up to the mount point. Another process may
             have made them, or the root, and died before it synced them.
+        preallocate: Reserve the space of a large file before it is written.
     """
 
-    def __init__(self, calls: Syscalls, path: str, name: str, *, key: str, root: str, above_root: bool) -> None:
+    def __init__(
+        self, calls: Syscalls, path: str, name: str, *, key: str, root: str, above_root: bool, preallocate: bool = True
+    ) -> None:
         self._calls = calls
         self._name = name
         self._key = key
         self._path = path
         self._root = root
+        self._preallocate = preallocate
         self._file: int | None = None
         self._temporary = TEMPORARY_PREFIX + secrets.token_hex(8)
         self._directory, made_root = self._begin()
@@ -83,7 +90,7 @@ class StagedFile:
             TransientError: The file is abandoned; the key is untouched.
         """
         assert self._file is not None, "written twice"
-        if source.size > BLOCK_BYTES:
+        if source.size > BLOCK_BYTES and self._preallocate:
             self._allocate(self._file, source.size)
         for start in range(0, source.size, WINDOW_BYTES):
             stop = min(start + WINDOW_BYTES, source.size)

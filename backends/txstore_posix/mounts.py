@@ -78,8 +78,8 @@ def object_mount(mount: Mount) -> tuple[str, str] | None:
     return None
 
 
-def refuse_object_mount(path: str, device: int, key: str) -> None:
-    """Check the file system that holds the existing directory `path`.
+def accepted_mount(path: str, device: int, key: str) -> str:
+    """The type of the file system that holds the existing directory `path`, such as ``ext4``; "" if it is not known.
 
     Args:
         path: Real path of the directory.
@@ -94,7 +94,7 @@ def refuse_object_mount(path: str, device: int, key: str) -> None:
             mounts = parse_mountinfo(file.read())
     except OSError as error:
         _log.debug("cannot read the mount table, object mounts are not detected: %s", error)
-        return
+        return ""
     mount = mount_of(mounts, path, f"{os.major(device)}:{os.minor(device)}")
     found = object_mount(mount) if mount else None
     if mount and found:
@@ -103,3 +103,4 @@ def refuse_object_mount(path: str, device: int, key: str) -> None:
             key=key,
             next_step=f"use the native backend: {found[1]}",
         )
+    return mount.kind if mount else ""

@@ -14,9 +14,9 @@ from txstore.store import BytesSource, ObjectInfo, Source, Store, Unfinished
 from txstore_posix import listing
 from txstore_posix.config import PosixConfig
 from txstore_posix.dead_ends import refuse_dead_end
-from txstore_posix.durability import TEMPORARY_PREFIX, StagedFile, sync_directory
+from txstore_posix.durability import IN_MEMORY, TEMPORARY_PREFIX, StagedFile, sync_directory
 from txstore_posix.errors import ABSENT, translate, translate_publish, unknown
-from txstore_posix.mounts import refuse_object_mount
+from txstore_posix.mounts import accepted_mount
 from txstore_posix.syscalls import Syscalls
 
 
@@ -37,7 +37,7 @@ class PosixStore(Store):
         self._root = config.root
         self._calls = calls or Syscalls()
         self._above_root_synced = False
-        self._accepted_devices: set[int] = set()
+        self._kinds: dict[int, str] = {}  # file system types by device, of mounts that were accepted
 
     def __repr__(self) -> str:
         return f"PosixStore({self.url!r})"
@@ -155,9 +155,17 @@ class PosixStore(Store):
     @contextmanager
     def _staged(self, key: str) -> Iterator[StagedFile]:
         path, name = self._place(key)
-        self._check_mount(path, key)
+        kind = self._check_mount(path, key)
         above_root = not self._above_root_synced
-        with StagedFile(self._calls, path, name, key=key, root=self._root, above_root=above_root) as staged:
+        with StagedFile(
+            self._calls,
+            path,
+            name,
+            key=key,
+            root=self._root,
+            above_root=above_root,
+            preallocate=kind not in IN_MEMORY,
+        ) as staged:
             self._above_root_synced = True
             yield staged
 
@@ -187,8 +195,12 @@ class PosixStore(Store):
         folder, _, name = check_key(key).rpartition("/")
         return os.path.join(self._root, folder).rstrip("/"), name
 
-    def _check_mount(self, path: str, key: str) -> None:
-        """Refuse an object mount, before anything is made in it: asks the nearest directory that exists."""
+    def _check_mount(self, path: str, key: str) -> str:
+        """Refuse an object mount, before anything is made in it: asks the nearest directory that exists.
+
+        Returns:
+            The type of the file system; "" if it is not known.
+        """
         while True:
             try:
                 device = os.stat(path).st_dev
@@ -196,8 +208,8 @@ class PosixStore(Store):
                 path = os.path.dirname(path)
                 continue
             except OSError:
-                return  # the call that follows meets the same error and reports it
+                return ""  # the call that follows meets the same error and reports it
             break
-        if device not in self._accepted_devices:
-            refuse_object_mount(os.path.realpath(path), device, key)
-            self._accepted_devices.add(device)
+        if device not in self._kinds:
+            self._kinds[device] = accepted_mount(os.path.realpath(path), device, key)
+        return self._kinds[device]

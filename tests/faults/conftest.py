@@ -78,8 +78,11 @@ def tmp_path():
 
 
 @pytest.fixture
-def traced(tmp_path):
+def traced(tmp_path, monkeypatch):
     """Make a store over traced calls: ``traced(fault, root)`` gives the store and its calls."""
+
+    # These files lie in memory, and are to be written as on a disk.
+    monkeypatch.setattr("txstore_posix.store.IN_MEMORY", frozenset())
 
     def make(fault=lambda index, operation: None, root=tmp_path / "root"):
         calls = TracedCalls(fault)

@@ -16,12 +16,14 @@ SCRIPT = """
 import json, os, signal, sys
 from txstore.store import BytesSource
 from txstore_posix import durability
+from txstore_posix import store as posix_store
 from txstore_posix.config import PosixConfig
 from txstore_posix.store import PosixStore
 from txstore_posix.syscalls import Syscalls
 
 top, verb, key, old, new = sys.argv[1:]
 durability.WINDOW_BYTES, durability.BLOCK_BYTES = 10, 1
+posix_store.IN_MEMORY = frozenset()  # written as on a disk
 
 class Deadly(Syscalls):
     def __init__(self, at):

@@ -277,3 +277,14 @@ def test_short_reads_are_continued(traced, monkeypatch):
     assert store.read_into(KEY, 0, memoryview(buffer)) == len(NEW)
     assert bytes(buffer) == store.read(KEY) == NEW
     assert store.read(KEY, 1, 8) == NEW[1:9]
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_space_is_reserved_only_where_it_costs_no_write(in_memory, traced, tmp_path, monkeypatch):
+    """tmpfs fills reserved pages with zeros, for the write to fill them again."""
+    monkeypatch.setattr(durability, "BLOCK_BYTES", 4)
+    store, calls = traced()
+    kind = store._check_mount(str(tmp_path), KEY)
+    monkeypatch.setattr("txstore_posix.store.IN_MEMORY", frozenset({kind}) if in_memory else frozenset())
+    store.put(KEY, BytesSource(NEW))
+    assert ("allocate" in calls.operations()) is not in_memory

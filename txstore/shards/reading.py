@@ -154,6 +154,12 @@ def _coalesce(small: Sequence[Wanted], sizes: Sequence[int]) -> list[_Job]:
         if last and last.file == want.file and start <= last.stop and max(stop, last.stop) - last.start <= WINDOW_BYTES:
             last.stop = max(stop, last.stop)
             last.parts.append(want)
-        else:
-            jobs.append(_Job(want.file, start, stop, parts=[want]))
+            continue
+        if last and last.file == want.file and start < last.stop < stop and want.into is not None:
+            # The window ends inside this range: its first block is read already, and is not read again.
+            cut = last.stop - want.start
+            last.parts.append(Wanted(want.file, want.start, last.stop, want.into[:cut]))
+            want = Wanted(want.file, last.stop, want.stop, want.into[cut:])  # noqa: PLW2901 - what is left of it
+            start = last.stop
+        jobs.append(_Job(want.file, start, stop, parts=[want]))
     return jobs

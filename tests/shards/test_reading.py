@@ -1,0 +1,24 @@
+"""How reads are cut: whole blocks, bounded windows, and no block twice."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from txstore.checksum import BLOCK_BYTES
+from txstore.shards.reading import WINDOW_BYTES, Wanted, plan_reads
+
+
+def test_a_block_that_two_windows_share_is_read_once():
+    """Small tensors back to back over many windows: bytes read stay the bytes of the blocks."""
+    size, width = 40 * BLOCK_BYTES, BLOCK_BYTES * 5 // 7
+    targets = [memoryview(bytearray(min(width, size - start))) for start in range(0, size, width)]
+    wanted = [
+        Wanted(0, start, start + len(target), into=target)
+        for start, target in zip(range(0, size, width), targets, strict=True)
+    ]
+    jobs = plan_reads(wanted, [size])
+    assert sum(job.stop - job.start for job in jobs) == size
+    assert all(job.stop - job.start <= WINDOW_BYTES for job in jobs)
+    covered = sorted((part.start, part.stop) for job in jobs for part in job.parts or [Wanted(0, job.start, job.stop)])
+    assert covered[0][0] == 0
+    assert all(left[1] == right[0] for left, right in pairwise(covered))
