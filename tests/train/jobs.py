@@ -182,7 +182,7 @@ def warm_up() -> Job:
 def scaled() -> Job:
     """The scale grows until something overflows, shrinks, and grows again: steps are left out."""
     module = net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125, growth_interval=3)
     return Job(module, torch.optim.AdamW(module.parameters(), lr=1e-2), scaler=scaler)
 
 
