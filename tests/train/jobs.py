@@ -90,6 +90,8 @@ class Job:
 
     def backward(self) -> dict[str, Any]:
         """One backward pass, and an optimizer step when the window is full; what is logged of it."""
+        tell = getattr(self.data, "next_batch_id", None)
+        name = tell() if tell else None
         indices = self.next_batch()
         x, y = samples(indices)
         noise = random.random() / 10
@@ -108,6 +110,7 @@ class Job:
             "lr": [float(group["lr"]).hex() for group in self.optimizer.param_groups],
             "scale": self.scaler.get_scale() if self.scaler else None,
             "batch": indices,
+            "name": name or repr(indices),
         }
 
     def _step(self) -> None:
@@ -343,7 +346,7 @@ def live(kind: str, steps: int, log_path: str, url: str | None, death: Death | N
 def _pass(job: Job, log: Log, record: Callable[..., Any]) -> None:
     line = job.backward()
     if line["micro"] == 0:
-        record(loss=float.fromhex(line["loss"]), batch_id=repr(line["batch"]))
+        record(loss=float.fromhex(line["loss"]), batch_id=line["name"])
     log.write(line)
 
 
