@@ -90,6 +90,8 @@ class Job:
 
     def backward(self) -> dict[str, Any]:
         """One backward pass, and an optimizer step when the window is full; what is logged of it."""
+        tell = getattr(self.data, "next_batch_id", None)
+        name = tell() if tell else None
         indices = self.next_batch()
         x, y = samples(indices)
         noise = random.random() / 10
@@ -108,6 +110,7 @@ class Job:
             "lr": [float(group["lr"]).hex() for group in self.optimizer.param_groups],
             "scale": self.scaler.get_scale() if self.scaler else None,
             "batch": indices,
+            "name": name or repr(indices),
         }
 
     def _step(self) -> None:
@@ -182,7 +185,7 @@ def warm_up() -> Job:
 def scaled() -> Job:
     """The scale grows until something overflows, shrinks, and grows again: steps are left out."""
     module = net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125, growth_interval=3)
     return Job(module, torch.optim.AdamW(module.parameters(), lr=1e-2), scaler=scaler)
 
 
@@ -343,7 +346,7 @@ def live(kind: str, steps: int, log_path: str, url: str | None, death: Death | N
 def _pass(job: Job, log: Log, record: Callable[..., Any]) -> None:
     line = job.backward()
     if line["micro"] == 0:
-        record(loss=float.fromhex(line["loss"]), batch_id=repr(line["batch"]))
+        record(loss=float.fromhex(line["loss"]), batch_id=line["name"])
     log.write(line)
 
 

@@ -74,10 +74,8 @@ def many_saves(url: str, count: int, mib: int) -> list[int]:
 
 
 def flat_after_the_second(resident: list[int]) -> None:
-    shown = [size // MIB for size in resident]
-    # What the allocator keeps of the pieces that are written at once differs by one or two between saves.
-    assert max(resident[2:]) - resident[1] < 40 * MIB, shown
-    assert max(resident[len(resident) // 2 :]) - max(resident[2 : len(resident) // 2]) < 8 * MIB, shown
+    # What the allocator keeps of the pieces of 16 MiB that are written at once comes and goes by one or two.
+    assert max(resident[2:]) - resident[1] < 40 * MIB, [size // MIB for size in resident]
 
 
 def test_many_saves_take_no_more_memory_than_two(store_url: str) -> None:
@@ -131,8 +129,7 @@ def faster_than_the_store(url: str, mib: int, count: int, policy: SavePolicy) ->
     }
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+@pytest.mark.parametrize(("when_busy", "in_flight"), [("wait", 1), ("wait", 2), ("wait", 3), ("skip", 1), ("skip", 2)])
 def test_a_store_slower_than_the_saves_costs_no_memory_and_loses_none(
     when_busy: Any, in_flight: int, store_url: str
 ) -> None:
@@ -148,8 +145,8 @@ def test_a_store_slower_than_the_saves_costs_no_memory_and_loses_none(
         assert found["asked"][:in_flight] == list(range(in_flight))
     assert found["on their way"] == in_flight
     assert found["held"] < (in_flight + 0.1) * mib * MIB
-    # One shard being written may be in memory once more.
-    assert found["grown"] < (in_flight + 1.5) * mib * MIB
+    # Beside the snapshots: the pieces of 16 MiB that are being written. All saves at once would be 240 MiB.
+    assert found["grown"] < (in_flight * mib + 80) * MIB
     with open_store(store_url) as store:
         standing = [entry.decision.step for entry in entries(store) if entry.state == "committed"]
     assert standing == found["asked"]
