@@ -289,12 +289,18 @@ class _Handler(BaseHTTPRequestHandler):
                 raise ConnectionAbortedError("the client left in the middle of its request")
             return body
         parts = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
+        while size := int(self._line().split(b";")[0], 16):
             parts.append(self.rfile.read(size))
             self.rfile.readline()
-        while self.rfile.readline().strip():
+        while self._line().strip():
             pass  # trailers
         return b"".join(parts)
+
+    def _line(self) -> bytes:
+        line = self.rfile.readline()
+        if not line:
+            raise ConnectionAbortedError("the client left in the middle of its request")
+        return line
 
     def _bytes_of(self, reply: _Reply, body: bytes) -> tuple[bytes, bytes]:
         lines = [f"HTTP/1.1 {reply.status} {reply.reason}"]
