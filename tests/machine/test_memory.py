@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -107,6 +108,24 @@ def test_the_protocol_holds_under_all_faults_at_once() -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_the_protocol_holds_in_many_histories(part: int) -> None:
     run(Memory, examples=400, steps=50, replay="-m soak tests/machine/test_memory.py -k many")
+
+
+def test_a_seed_means_one_history() -> None:
+    def requests() -> list[str]:
+        seen: list[str] = []
+
+        class Recorded(Memory):
+            def __init__(self) -> None:
+                super().__init__()
+                do = self.remote._do
+                self.remote._do = lambda key, call, **how: (seen.append(key), do(key, call, **how))[1]
+
+        run(Recorded, examples=8, steps=40, replay="", seed=5)
+        return [re.sub("probe/.*", "probe", key) for key in seen if not key.startswith("data/step-1/")]
+
+    first = requests()
+    assert len(first) > 200
+    assert requests() == first
 
 
 # Planted: what the machine must find. With a seed each: whether it finds them is no matter of luck.
