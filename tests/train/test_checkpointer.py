@@ -426,3 +426,39 @@ def test_a_forked_process_does_not_wait_for_the_saves_of_its_parent(store_url, g
         worker.kill()
         gate.open.set()
     assert code == 0
+
+
+def test_a_handle_says_what_became_of_it(store_url):
+    run = Run()
+    saves = Checkpointer(failing(store_url), run.state, retry=ONCE)
+    handle = saves.save()
+    with pytest.raises(StoreFullError):
+        saves.wait()
+    assert repr(handle) == "SaveHandle(step-0, failed)"
+    advance(run)
+    handle = saves.save()
+    saves.close()
+    assert repr(handle) == "SaveHandle(step-1, committed)"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"loss": "x"}, {"loss": None}, {"loss": 10**400}, {"loss": 1, "batch_id": "\ud800"}, {"loss": 1, "batch_id": 5}],
+)
+def test_a_record_is_refused_where_it_is_made(store_url, wrong):
+    run = Run()
+    with Checkpointer(store_url, run.state) as saves:
+        advance(run)
+        with pytest.raises(ConfigError, match="not a record of step 1"):
+            saves.record(**wrong)
+        saves.save()
+
+
+def test_a_failure_behind_a_green_exit_is_told(store_url):
+    """``sys.exit(0)`` inside the block: the failed save is a note on an exception that nobody prints."""
+    here = Path(__file__).parent
+    script = SCRIPT.format(paths=[str(here.parents[1]), str(here.parent / "dcp")], url=store_url, fails=True)
+    script = script.replace("saves.save()", "with saves:\n    saves.save()\n    sys.exit(0)")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 70, done.stderr
+    assert "txstore: the save of step-1 failed: " in done.stderr

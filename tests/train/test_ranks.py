@@ -27,6 +27,7 @@ from txstore.registry import open_store
 from txstore.retry import RetryPolicy
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.policy import SavePolicy
+from txstore.train.resume import ResumeOptions
 
 WORLD = 4
 ONCE = RetryPolicy(attempts=1)
@@ -265,3 +266,34 @@ def test_a_rank_with_the_streams_of_another_is_not_proved(pool: Pool, store_url:
     assert found == [found[0]] * WORLD
     assert found[0][2] == 2
     assert "random streams" in found[0][1]
+
+
+def leaving_early(me: Rank, url: str) -> Any:
+    run = ranked(me)
+    slow = FaultyStore(url, Fault(Hold(0.5), "list", "", forever=True))  # the save has not begun when the group goes
+    saves = Checkpointer(slow, run.state)
+    saves.save()
+    dist.destroy_process_group()
+    with pytest.raises(TxStoreError) as raised:
+        saves.close()
+    return type(raised.value).__name__
+
+
+def test_ranks_that_destroy_their_group_commit_nothing(pools: Any, store_url: str) -> None:
+    """DCP takes a process without a group for the whole world: each rank would commit a part as if it were all."""
+    with pools.fresh(2) as pool:
+        pool.run(2, leaving_early, store_url)
+    assert committed(store_url) == []
+
+
+def asking_differently(me: Rank, url: str) -> Any:
+    with Checkpointer(url, ranked(me).state) as saves:
+        saves.save()
+    with Checkpointer(url, ranked(me).state) as saves:
+        with pytest.raises(PlanMismatch, match="rank 2 resumes with other options"):
+            saves.resume(ResumeOptions(fresh=["optimizer"] if me.rank == 2 else []))
+        assert saves.resume(ResumeOptions(accept={"b", "a"})).step == 0
+
+
+def test_options_that_differ_between_ranks_are_refused(pool: Pool, store_url: str) -> None:
+    pool.run(WORLD, asking_differently, store_url)

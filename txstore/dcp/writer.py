@@ -84,6 +84,9 @@ class StorageWriter(DcpStorageWriter):
     on_phase: Callable[[Phase, int], None] | None = None
     """Called on the save's thread at the beginning of each phase, with the bytes written so far by this rank."""
 
+    world_size: int | None = None
+    """How many ranks must take part, if it is known: DCP takes a process whose group is gone for the whole world."""
+
     # The state is copied when `stage` returns; DCP need not ask.
     _synchronize_after_execute = False
 
@@ -229,6 +232,12 @@ class StorageWriter(DcpStorageWriter):
         save = self._save
         if save.checkpoint is None:
             raise TransactionStateError("prepare_global_plan before set_up_storage_writer")
+        if self.world_size not in {None, len(plans)}:
+            raise PlanMismatch(
+                f"{len(plans)} of {self.world_size} ranks take part in the save",
+                key=save.checkpoint,
+                next_step="end all saves before torch.distributed is destroyed",
+            )
         self._abort_unfinished()
         save.transaction = begin(self.store, save.checkpoint, world_size=len(plans), overwrite=self.overwrite)
         with self._lock:

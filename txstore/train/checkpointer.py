@@ -22,6 +22,7 @@ from txstore.errors import (
     SnapshotTooLarge,
     TransactionStateError,
     TxStoreError,
+    describe,
 )
 from txstore.events import Observer, SavePhase
 from txstore.manifest import Decision, Description, Progress
@@ -279,14 +280,18 @@ class Checkpointer:
             NotProved: Training does not go on where it stood, and the policy is to raise.
         """
         progress = self.state.progress
-        record = StepRecord(
-            step=progress.global_step,
-            loss=float(loss),
-            grad_norm=None if grad_norm is None else float(grad_norm),
-            update_norm=None if update_norm is None else float(update_norm),
-            batch_id=batch_id,
-            consumed_samples=progress.consumed_samples,
-        )
+        try:
+            record = StepRecord(
+                step=progress.global_step,
+                loss=float(loss),
+                grad_norm=None if grad_norm is None else float(grad_norm),
+                update_norm=None if update_norm is None else float(update_norm),
+                batch_id=None if batch_id is None else batch_id.encode().decode(),
+                consumed_samples=progress.consumed_samples,
+            )
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            # Refused here, where it happens, and not by a save a hundred steps later.
+            raise ConfigError(f"not a record of step {progress.global_step}: {describe(error)}") from error
         self.state.history.add(record)
         self._teller.step(record)
         if self._proof is not None:
@@ -353,6 +358,7 @@ class Checkpointer:
         # This rank may be the only one that leaves: nothing collective. And the first error stays the one raised.
         if told := self.overlooked():
             error.add_note(f"txstore: {told}")
+            exit_guard.remember(told)
         self._release()
 
     def _check_open(self) -> None:

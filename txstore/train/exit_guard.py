@@ -25,10 +25,20 @@ class Guarded(Protocol):
         """Wait for what is on its way; what nobody has been told, or ""."""
 
 
+_noted: list[str] = []
+"""Failures that were only noted on an exception: somebody may catch it, or it may be the SystemExit of a green run."""
+
+
+def remember(text: str) -> None:
+    """Tell `text` at the end of the interpreter."""
+    _noted.append(text)
+
+
 # Strong references: a checkpointer that was only dropped may hold a failure too.
 _open: dict[int, Guarded] = {}
 # A forked process (a data loader's worker) has no background thread: it would wait for saves that never end in it.
 os.register_at_fork(after_in_child=_open.clear)
+os.register_at_fork(after_in_child=_noted.clear)
 
 
 def guard(checkpointer: Guarded) -> None:
@@ -42,7 +52,7 @@ def release(checkpointer: Guarded) -> None:
 
 
 def _at_exit() -> None:
-    found = [text for checkpointer in list(_open.values()) if (text := checkpointer.overlooked())]
+    found = _noted + [text for checkpointer in list(_open.values()) if (text := checkpointer.overlooked())]
     if not found:
         return
     for text in found:

@@ -8,6 +8,9 @@ from typing import Literal, get_args
 from txstore.errors import ConfigError
 from txstore.ops.report import Depth
 
+MOST_IN_FLIGHT = 64
+"""Each save on its way holds a copy of the state: more is a mistake."""
+
 WhenBusy = Literal["wait", "skip", "raise"]
 
 
@@ -38,7 +41,7 @@ class SavePolicy:
     deadline_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        if self.max_in_flight < 1 or self.max_failed_in_a_row < 0 or not self.deadline_s > 0:
+        if not 1 <= self.max_in_flight <= MOST_IN_FLIGHT or self.max_failed_in_a_row < 0 or not self.deadline_s > 0:
             raise ConfigError(f"not a save policy: {self}")
         if self.when_busy not in get_args(WhenBusy):
             raise ConfigError(f"when_busy={self.when_busy!r} is none of {get_args(WhenBusy)}")

@@ -32,6 +32,7 @@ from txstore.errors import (
     IntegrityError,
     LoadError,
     NotProved,
+    PlanMismatch,
     StateMismatch,
     TxStoreError,
 )
@@ -104,6 +105,11 @@ class ResumeOptions:
         if self.on_world_size_change not in {"error", "reseed"}:
             raise ConfigError(f"on_world_size_change={self.on_world_size_change!r} is neither 'error' nor 'reseed'")
 
+    def compared(self) -> tuple[object, ...]:
+        """What must be equal on all ranks: the same choice, the same judgement."""
+        names = (sorted(self.accept), list(self.migrations), sorted(self.required), sorted(self.fresh))
+        return (self.checkpoint, self.fallback, self.depth, str(self.matrix), self.on_world_size_change, *names)
+
 
 @dataclass(slots=True)
 class Resume:
@@ -127,9 +133,17 @@ class Resume:
             Incompatible: The checkpoint is not this run's, or not any more; lists every difference. Nothing was loaded.
             IntegrityError, FormatError: It is damaged.
             StateMismatch: It does not fit the objects of this state.
+            PlanMismatch: The ranks do not ask for the same.
             NotProved: The objects do not hold afterwards what was saved.
             TxStoreError: Some rank failed, the same error on all ranks.
         """
+        different = self.exchange.equal("options of the resume", self.options.compared())
+        if different is not None:
+            raise PlanMismatch(
+                f"rank {different} resumes with other options than rank 0",
+                rank=different,
+                next_step="pass the same ResumeOptions on all ranks",
+            )
         report = ResumeReport(store=self.store.url, world_size=self.exchange.world_size)
         damaged: dict[SlotName, TxStoreError] = {}
         while True:

@@ -47,7 +47,9 @@ class SaveHandle:
             future.cancel() if skipped else future.set_running_or_notify_cancel()
 
     def __repr__(self) -> str:
-        state = self.skipped or ("committed" if self.committed.done() else "on its way")
+        state = self.skipped or "on its way"
+        if self.committed.done() and not self.skipped:
+            state = "failed" if self.committed.exception() else "committed"
         return f"SaveHandle({self.checkpoint}, {state})"
 
 
@@ -156,6 +158,7 @@ class BackgroundSaves:
         self._writer.description = request.description
         self._writer.overwrite = request.overwrite
         self._writer.on_phase = request.reach
+        self._writer.world_size = self._exchange.world_size
         try:
             state_dict_saver.save(
                 request.snapshot.state_dict,
@@ -205,5 +208,5 @@ def stuck(store: object, request: Request, deadline_s: float, rank: int) -> Dead
         f"the save of {request.handle.checkpoint} did not end within {deadline_s:g} s: rank {rank} is {where}",
         key=key,
         rank=rank,
-        next_step="it was given up and cannot commit any more; resume from the newest committed checkpoint",
+        next_step="it was given up: `txstore ls` says whether it was committed before that; resume from the newest",
     )
