@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import multiprocessing
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults import Fault, FaultyStore, Raise
+from rich.console import Console
 
 from tests.train.runs import Run
 from txstore.catalog import entries, find, newest
@@ -93,6 +96,28 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(store_url):
         advance(second, 6)
     assert second.losses == {step: loss for step, loss in control.losses.items() if step > 6}
     assert same(second.values(), control.values())
+
+
+def test_a_report_is_told_to_people_and_as_json(store_url):
+    run = Run()
+    with Checkpointer(store_url, run.state) as saves:
+        fresh = saves.resume()
+        advance(run)
+        saves.save()
+    with Checkpointer(store_url, Run(seed=4).state) as saves:
+        report = saves.resume()
+    told = json.loads(report.to_json())
+    assert (told["checkpoint"], told["step"], told["fresh"], told["proved"]) == ("step-1", 1, False, True)
+    assert {check["name"] for check in told["checks"]} >= {"global step", "learning rates", "moment tensors"}
+    assert told["seconds"].keys() == {"choose", "examine", "judge", "load", "restore", "validate"}
+    assert json.loads(fresh.to_json())["fresh"] is True
+    console = Console(file=io.StringIO(), width=200)
+    console.print(report)
+    shown = console.file.getvalue()
+    assert "resumed step-1" in shown
+    assert all(check.name in shown for check in report.checks)
+    assert "checks hold" in str(report)
+    assert "a fresh start" in str(fresh)
 
 
 def test_a_save_holds_the_values_of_its_call(store_url, gate):

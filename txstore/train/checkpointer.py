@@ -26,11 +26,10 @@ from txstore.errors import (
 )
 from txstore.events import Observer, SavePhase
 from txstore.manifest import Decision, Description, Progress
-from txstore.ops.verify import verify
 from txstore.retry import RetryPolicy
 from txstore.store import Store
 from txstore.train import exit_guard
-from txstore.train.choice import examined
+from txstore.train.choice import examine
 from txstore.train.exchange import Exchange, raise_first, typed
 from txstore.train.history import StepRecord
 from txstore.train.ledger import Ledger
@@ -311,16 +310,14 @@ class Checkpointer:
 
     def _read_back(self, decision: Decision) -> None:
         """On the background thread of the coordinator, after a commit."""
-        started_s = time.monotonic()
-        found = verify(self.store, decision, depth=self.policy.verify or "documents")
-        self._teller.verified(found, time.monotonic() - started_s)
-        examined(self.store, found)
+        if self.policy.verify is not None:
+            examine(self.store, decision, self.policy.verify, self._teller.verified)
 
     def wait(self) -> list[Decision]:
         """Wait until all saves have ended; the decisions of those that this call accounted for.
 
         Raises:
-            DeadlineExceeded: A save is stuck; it was given up and will not commit.
+            DeadlineExceeded: A save is stuck, and was given up: unless it was committed before that, it never will be.
             TxStoreError: A save failed, the same error on all ranks.
         """
         self._check_open()

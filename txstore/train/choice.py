@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 
 from txstore.catalog import find, newest
 from txstore.decisions import read_manifest
 from txstore.errors import CheckpointNotFound, CheckpointRetired, IntegrityError, LoadError
 from txstore.keys import SlotName
 from txstore.manifest import Decision, Manifest
-from txstore.ops.report import Report
+from txstore.ops.report import Depth, Report
+from txstore.ops.verify import verify
 from txstore.store import Store
 
 
@@ -35,15 +37,23 @@ def choose(store: Store, checkpoint: str | None, damaged: Collection[SlotName] =
         ) from None
 
 
-def examined(store: Store, found: Report) -> Manifest:
-    """The manifest of a commit that was found sound.
+def examine(store: Store, decision: Decision, depth: Depth, tell: Callable[[Report, float], object]) -> Manifest:
+    """Verify a commit and return its manifest.
+
+    Args:
+        store: The store.
+        decision: The commit.
+        depth: How deep.
+        tell: Is told what was found, and how long it took in seconds, before anything is raised.
 
     Raises:
         IntegrityError: It is damaged; names every object.
         CheckpointRetired: Retention is removing it.
         LoadError: An object cannot be read.
     """
-    decision = found.decision
+    started_s = time.monotonic()
+    found = verify(store, decision, depth=depth)
+    tell(found, time.monotonic() - started_s)
     if found.state == "retired":
         raise CheckpointRetired(f"checkpoint {decision.checkpoint} was removed by retention", key=decision.checkpoint)
     if found.problems:

@@ -121,7 +121,7 @@ class Ledger:
         """Wait for the oldest `count` saves on all ranks, then account for them.
 
         Raises:
-            DeadlineExceeded: One is stuck; it was given up and will not commit.
+            DeadlineExceeded: One is stuck, and was given up: unless it was committed before that, it never will be.
             CommitUnknown: One is stuck, and it could not be aborted.
             TxStoreError: One failed, and the policy does not tolerate it.
         """

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader
@@ -37,11 +37,10 @@ from txstore.errors import (
     TxStoreError,
 )
 from txstore.keys import SlotName, parse_decision_key
-from txstore.manifest import Decision, Description, Manifest
+from txstore.manifest import Decision, Description
 from txstore.ops.report import Depth
-from txstore.ops.verify import verify
 from txstore.store import Store
-from txstore.train.choice import choose, examined
+from txstore.train.choice import choose, examine
 from txstore.train.deadline import within
 from txstore.train.exchange import Exchange
 from txstore.train.migrated import MigratedLoad
@@ -97,8 +96,8 @@ class ResumeOptions:
     def __post_init__(self) -> None:
         if self.fallback not in {"error", "previous"}:
             raise ConfigError(f"fallback={self.fallback!r} is neither 'error' nor 'previous'")
-        if self.depth not in {"documents", "sample", "full"}:
-            raise ConfigError(f"depth={self.depth!r} is none of 'documents', 'sample', 'full'")
+        if self.depth not in get_args(Depth):
+            raise ConfigError(f"depth={self.depth!r} is none of {get_args(Depth)}")
         unknown = [self.fresh] if isinstance(self.fresh, str) else sorted(set(self.fresh) - FRESHABLE)
         if unknown:
             raise ConfigError(f"fresh={self.fresh!r}: only {sorted(FRESHABLE)} can be left fresh", key=unknown[0])
@@ -180,7 +179,9 @@ class Resume:
 
     def _resume(self, decision: Decision, report: ResumeReport) -> None:
         with _timed(report, "examine"):
-            manifest = self._decide("examine", lambda: self._examine(decision))
+            manifest = self._decide(
+                "examine", lambda: examine(self.store, decision, self.options.depth, self.teller.verified)
+            )
             index = self._read("index", lambda: read_index(self.store, decision, manifest))
             metadata = self._attempt("index", lambda: build_metadata(index, manifest.index.key))
             reader = StorageReader(self.store, strict=False)
@@ -237,12 +238,6 @@ class Resume:
         error = NotProved(f"after the restore: {failed}", rank=self.exchange.rank) if failed else None
         self.exchange.settle("validate", error)
         return checks
-
-    def _examine(self, decision: Decision) -> Manifest:
-        started_s = time.monotonic()
-        found = verify(self.store, decision, depth=self.options.depth)
-        self.teller.verified(found, time.monotonic() - started_s)
-        return examined(self.store, found)
 
     def _attempt(self, phase: str, work: Callable[[], T]) -> T:
         return self.exchange.attempt(phase, work, LoadError)
