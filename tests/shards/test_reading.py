@@ -22,3 +22,15 @@ def test_a_block_that_two_windows_share_is_read_once():
     covered = sorted((part.start, part.stop) for job in jobs for part in job.parts or [Wanted(0, job.start, job.stop)])
     assert covered[0][0] == 0
     assert all(left[1] == right[0] for left, right in pairwise(covered))
+
+
+def test_a_range_that_overlaps_one_that_was_cut_is_read_whole():
+    """Two targets of the same bytes: the second one's start lies before the read that the cut has begun."""
+    half, quarter = BLOCK_BYTES // 2, BLOCK_BYTES // 4
+    first = Wanted(0, 0, WINDOW_BYTES - half, deliver=bytes)
+    cut, inside = (WINDOW_BYTES - half, WINDOW_BYTES + half), (WINDOW_BYTES - quarter, WINDOW_BYTES - quarter + 9)
+    others = [Wanted(0, start, stop, into=memoryview(bytearray(stop - start))) for start, stop in (cut, inside)]
+    jobs = plan_reads([first, *others], [20 * BLOCK_BYTES])
+    assert all(job.start <= part.start and part.stop <= job.stop for job in jobs for part in job.parts)
+    read = sum(part.stop - part.start for job in jobs for part in job.parts)
+    assert read == sum(want.stop - want.start for want in [first, *others])

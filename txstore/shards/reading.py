@@ -150,6 +150,8 @@ def _coalesce(small: Sequence[Wanted], sizes: Sequence[int]) -> list[_Job]:
         start = want.start // BLOCK_BYTES * BLOCK_BYTES
         stop = min(-(-want.stop // BLOCK_BYTES) * BLOCK_BYTES, sizes[want.file])
         last = jobs[-1] if jobs else None
+        if last and start < last.start:  # it overlaps a range that was cut below: the last read does not hold its start
+            last = None
         # Joined when the blocks touch; never across an unneeded block, never beyond the window.
         if last and last.file == want.file and start <= last.stop and max(stop, last.stop) - last.start <= WINDOW_BYTES:
             last.stop = max(stop, last.stop)
