@@ -93,7 +93,10 @@ def train(url: str, *, steps: int, save_every: int, die_at: int = 0) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if progress.global_step == steps:
                     break
-    tell(f"parameters {fingerprint(model)}")
+        # The last collective, and before `close` on purpose: torch aborts a process whose interpreter ends while one of
+        # gloo's threads still holds a tensor of a collective that has only just returned (pytorch issue 190489).
+        parameters = fingerprint(model)
+    tell(f"parameters {parameters}")
 
 
 def tell(text: object) -> None:

@@ -123,7 +123,10 @@ def train(options: argparse.Namespace) -> None:
             log.write(event="step", **figures)
             if progress.global_step % options.save_every == 0:
                 saves.save()
-    log.write(event="end", step=progress.global_step, parameters=trainer.fingerprint())
+        # The last collective, and before `close` on purpose: torch aborts a process whose interpreter ends while one of
+        # gloo's threads still holds a tensor of a collective that has only just returned (pytorch issue 190489).
+        parameters = trainer.fingerprint()
+    log.write(event="end", step=progress.global_step, parameters=parameters)
 
 
 class Log:
