@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks.prices import SERVICES, Requests
 from txstore.catalog import newest
 from txstore.checksum import BLOCK_BYTES, combine_blocks
+from txstore.columns import column_bytes
 from txstore.dcp.metadata import Placed, build_index, build_metadata
-from txstore.dcp.results import match
+from txstore.dcp.results import items_of, match
 from txstore.decisions import read_index, read_manifest
 from txstore.index import FileRecord, Index
 from txstore.keys import shard_key
@@ -163,7 +164,7 @@ def measure(ranks: int, chunks: int) -> dict[str, Any]:
     chunk_bytes = 4 * next(iter(metadata.state_dict_metadata.values())).chunks[0].sizes[0]
     store, seconds = CountingStore(), dict[str, float]()
     transaction = timed(seconds, "begin", lambda: begin(store, "step-1000", world_size=ranks))
-    planned = timed(seconds, "plan", lambda: [frozenset(mine) for mine in items])
+    planned = timed(seconds, "plan", lambda: [items_of(mine) for mine in items])
     results = reports(transaction.ticket, items, chunk_bytes)
     placed = timed(seconds, "match results", lambda: match(transaction.ticket, planned, results))
     index, shards = timed(seconds, "build index", lambda: build_index(metadata, placed))
@@ -239,7 +240,7 @@ def _commit_small(store: CountingStore, step: int) -> None:
     transaction = begin(store, f"step-{step}", world_size=1)
     shard = _shard(transaction.ticket, 0, 0, BLOCK_BYTES)
     store.shards = {shard.key: shard}
-    blocks = b"".join(block.to_bytes(4, "little") for block in shard.blocks)
+    blocks = column_bytes("I", shard.blocks)
     transaction.commit([shard], Index(files=(FileRecord(shard.key, shard.size, blocks),), items=()))
 
 

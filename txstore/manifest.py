@@ -216,8 +216,10 @@ def seal(decision: Decision) -> Decision:
     return replace(decision, check=crc32c(_JSON.encode(replace(decision, check=0))))
 
 
-def decode_document(kind: type[_D], data: bytes, key: str, *, packed: bool = False) -> _D:
-    """Decode strictly, the version first.
+def decode_document(
+    kind: type[_D], data: bytes, key: str, *, packed: bool = False, versions: tuple[int, ...] = (VERSION,)
+) -> _D:
+    """Decode strictly, the version first; `versions` are those of this kind that this release reads.
 
     Raises:
         FormatError: Malformed, or of an unknown version.
@@ -225,9 +227,10 @@ def decode_document(kind: type[_D], data: bytes, key: str, *, packed: bool = Fal
     decode = msgspec.msgpack.decode if packed else msgspec.json.decode
     try:
         version = decode(data, type=_Version).version
-        if version != VERSION:
+        if version not in versions:
+            known = " and ".join(map(str, versions))
             raise FormatError(
-                f"{kind.__name__.lower()} has format version {version}, this release knows {VERSION}",
+                f"{kind.__name__.lower()} has format version {version}, this release knows {known}",
                 key=key,
                 next_step="use the txstore release that wrote it",
             )

@@ -24,7 +24,7 @@ from txstore.errors import (
     PlanMismatch,
     TransactionStateError,
 )
-from txstore.index import Index, ObjectRecord, decode_index, encode_index
+from txstore.index import Index, ObjectRecord, encode_index, parse_index
 from txstore.keys import (
     LATEST_KEY,
     STORE_KEY,
@@ -223,7 +223,7 @@ class Transaction:
         ticket = self.ticket
         key = decision_key(ticket.checkpoint, 0)
         decode_decision(encode(decision), key, checkpoint=ticket.checkpoint, slot=0)
-        decode_index(index_data, decode_manifest(manifest_data, decision))
+        parse_index(index_data, decode_manifest(manifest_data, decision))
         # One try: a second call would put another manifest, and a delayed request of the first could replace it later.
         self._open = False
         self._store.put(manifest.index.key, BytesSource(index_data))

@@ -65,6 +65,7 @@ def test_every_fault_scenario_names_tests_that_exist() -> None:
         index.Index,
         index.FileRecord,
         index.TensorRecord,
+        index.GridRecord,
         index.ChunkRecord,
         index.ObjectRecord,
         manifest.Tombstone,

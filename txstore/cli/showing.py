@@ -9,7 +9,7 @@ from txstore.cli.listing import entry_document
 from txstore.cli.outcome import OK, Outcome
 from txstore.cli.render import Table, count_text, size_text
 from txstore.decisions import read_index, read_manifest
-from txstore.index import Index, ObjectRecord, TensorRecord
+from txstore.index import GridRecord, Index, ObjectRecord, TensorRecord
 from txstore.manifest import Decision, Manifest
 from txstore.shards.names import unescape
 from txstore.store import Store
@@ -72,17 +72,18 @@ def _file(decision: Decision) -> dict[str, object] | None:
     return {"key": ref.key, "bytes": ref.size, "sha256": ref.sha256} if ref else None
 
 
-def _item(index: Index, item: TensorRecord | ObjectRecord, key: str) -> dict[str, object]:
+def _item(index: Index, item: TensorRecord | GridRecord | ObjectRecord, key: str) -> dict[str, object]:
     name = unescape(item.name, key) if index.escaped else item.name
     if isinstance(item, ObjectRecord):
         return {"name": name, "kind": "object", "dtype": None, "shape": None, "chunks": 1, "bytes": item.length}
+    chunks = item.chunks
     return {
         "name": name,
         "kind": "tensor",
         "dtype": item.dtype,
         "shape": list(item.shape),
-        "chunks": len(item.chunks),
-        "bytes": sum(chunk.length for chunk in item.chunks),
+        "chunks": len(chunks),
+        "bytes": sum(chunk.length for chunk in chunks),
     }
 
 

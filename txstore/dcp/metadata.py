@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 
+from txstore.columns import column_bytes
+from txstore.dcp.saved import LazyTensorMetadata, Record, StoredItems
 from txstore.dcp.tensors import dtype_name, dtype_of
 from txstore.errors import FormatError, PlanMismatch, UnsupportedValue
-from txstore.index import ChunkRecord, FileRecord, Index, ObjectRecord, TensorRecord
+from txstore.grid import Grid, arrange, lengths_of
+from txstore.index import ChunkRecord, FileRecord, GridRecord, Index, ObjectRecord, TensorRecord, version_of
 from txstore.shards.names import escape, unescape
 from txstore.transaction import Shard
 
@@ -44,23 +45,14 @@ class Placed:
     encoding: int
 
 
-class Location(NamedTuple):
-    """Where one item lies, as the save's returned metadata tells it."""
+Corner = tuple[int, ...] | None
+"""The offsets of a chunk; None for an object."""
 
-    key: str
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Where the reader finds one item; the values of `Metadata.storage_data`."""
-
-    item: TensorRecord | ObjectRecord
-    where: ChunkRecord | ObjectRecord
+Placements = Mapping[str, Mapping[Corner, Placed]]
+"""Where each item went: by name, then by corner. Not by `MetadataIndex`: a million of them cost seconds to hash."""
 
 
-def build_index(metadata: Metadata, placed: Mapping[MetadataIndex, Placed]) -> tuple[Index, list[Shard]]:
+def build_index(metadata: Metadata, placed: Placements) -> tuple[Index, list[Shard]]:
     """The index of a save, and its shards in the index's order.
 
     Args:
@@ -68,96 +60,116 @@ def build_index(metadata: Metadata, placed: Mapping[MetadataIndex, Placed]) -> t
         placed: Where each chunk and object went; must hold exactly those of `metadata`.
 
     Raises:
-        PlanMismatch: An item of the metadata has no result.
+        PlanMismatch: An item of the metadata has no result, or a result no item.
         UnsupportedValue: The planner keeps data that is not plain.
     """
-    shards = sorted({id(p.shard): p.shard for p in placed.values()}.values(), key=lambda shard: shard.key)
-    shards = list({shard.key: shard for shard in shards}.values())
+    distinct = {id(at.shard): at.shard for places in placed.values() for at in places.values()}
+    shards = list({shard.key: shard for shard in sorted(distinct.values(), key=lambda shard: shard.key)}.values())
     number = {shard.key: index for index, shard in enumerate(shards)}
     escaped = not _encodable(metadata)
-    items: list[TensorRecord | ObjectRecord] = []
+    items: list[Record] = []
     for fqn, stored in metadata.state_dict_metadata.items():
         name = escape(fqn) if escaped else fqn
+        places = placed.get(fqn, {})
         if isinstance(stored, TensorStorageMetadata):
-            items.append(_tensor_record(fqn, name, stored, placed, number))
+            corners: Sequence[Corner] = [chunk.offsets for chunk in stored.chunks]
         else:
-            at = _lookup(placed, MetadataIndex(fqn))
-            items.append(ObjectRecord(name, number[at.shard.key], at.start, at.length))
+            corners = [None]
+        found = _places_of(fqn, corners, places)
+        if isinstance(stored, TensorStorageMetadata):
+            items.append(_tensor_record(name, stored, found, number))
+        else:
+            items.append(ObjectRecord(name, number[found[0].shard.key], found[0].start, found[0].length))
+    for fqn in placed.keys() - metadata.state_dict_metadata.keys():
+        raise _foreign(fqn)
     paths, planner = _encode_planner_data(metadata.planner_data, escaped=escaped)
-    files = tuple(
-        FileRecord(shard.key, shard.size, b"".join(block.to_bytes(4, "little") for block in shard.blocks))
-        for shard in shards
-    )
-    return Index(escaped=escaped, files=files, items=tuple(items), paths=paths, planner=planner), shards
+    files = tuple(FileRecord(shard.key, shard.size, column_bytes("I", shard.blocks)) for shard in shards)
+    version = version_of(items)
+    index = Index(version=version, escaped=escaped, files=files, items=tuple(items), paths=paths, planner=planner)
+    return index, shards
 
 
-def _lookup(placed: Mapping[MetadataIndex, Placed], index: MetadataIndex) -> Placed:
-    at = placed.get(index)
-    if at is None:
-        raise PlanMismatch(f"no rank reported {index.fqn!r} at {index.offset}", key=index.fqn)
-    return at
+def _places_of(fqn: str, corners: Sequence[Corner], places: Mapping[Corner, Placed]) -> list[Placed]:
+    """The place of each chunk, in order; every place must be of some chunk."""
+    try:
+        found = [places[corner] for corner in corners]
+    except KeyError as error:
+        raise PlanMismatch(f"no rank reported {fqn!r} at {error.args[0]}", key=fqn) from None
+    if len(places) != len(corners) and places.keys() - set(corners):
+        raise _foreign(fqn)
+    return found
+
+
+def _foreign(fqn: str) -> PlanMismatch:
+    return PlanMismatch(f"a result for {fqn!r} that the plan does not know", key=fqn)
 
 
 def _tensor_record(
-    fqn: str,
-    name: str,
-    stored: TensorStorageMetadata,
-    placed: Mapping[MetadataIndex, Placed],
-    number: Mapping[str, int],
-) -> TensorRecord:
-    chunks = []
-    for chunk in stored.chunks:
-        at = _lookup(placed, MetadataIndex(fqn, chunk.offsets))
-        chunks.append(
-            ChunkRecord(
-                tuple(chunk.offsets),
-                tuple(chunk.sizes),
-                number[at.shard.key],
-                at.start,
-                at.length,
-                1 if at.encoding else 0,
-            )
-        )
+    name: str, stored: TensorStorageMetadata, places: Sequence[Placed], number: Mapping[str, int]
+) -> TensorRecord | GridRecord:
     properties = stored.properties
-    return TensorRecord(
-        name=name,
-        dtype=dtype_name(properties.dtype),
-        itemsize=properties.dtype.itemsize,
-        shape=tuple(stored.size),
-        requires_grad=properties.requires_grad,
-        pin_memory=properties.pin_memory,
-        memory_format=str(properties.memory_format).removeprefix("torch."),
-        chunks=tuple(chunks),
+    known = (
+        name,
+        dtype_name(properties.dtype),
+        properties.dtype.itemsize,
+        tuple(stored.size),
+        properties.requires_grad,
+        properties.pin_memory,
+        str(properties.memory_format).removeprefix("torch."),
     )
+    files = [number[at.shard.key] for at in places]
+    if (grid := _grid_of(stored, places)) is not None:
+        return GridRecord(
+            *known,
+            bounds=grid.bounds,
+            files=column_bytes("I", map(files.__getitem__, grid.order)),
+            starts=column_bytes("Q", [places[box].start for box in grid.order]),
+        )
+    chunks = (
+        ChunkRecord(tuple(chunk.offsets), tuple(chunk.sizes), file, at.start, at.length, 1 if at.encoding else 0)
+        for chunk, file, at in zip(stored.chunks, files, places, strict=True)
+    )
+    return TensorRecord(*known, chunks=tuple(chunks))
+
+
+def _grid_of(stored: TensorStorageMetadata, places: Sequence[Placed]) -> Grid | None:
+    """The grid of a tensor's chunks, if all are row-major memory. One chunk needs none: it is smaller as it is."""
+    if len(places) < 2 or any(at.encoding for at in places):
+        return None
+    chunks = stored.chunks
+    grid = arrange(tuple(stored.size), [chunk.offsets for chunk in chunks], [chunk.sizes for chunk in chunks])
+    if grid is None:
+        return None
+    # A grid has no lengths of its own: a report of another one must reach the check that refuses it.
+    same = lengths_of(grid.bounds, stored.properties.dtype.itemsize) == [places[box].length for box in grid.order]
+    return grid if same else None
 
 
 def build_metadata(index: Index, key: str) -> Metadata:
     """DCP's metadata from an index; `storage_data` maps each `MetadataIndex` to `Stored`.
 
+    Chunks are made for the tensors that somebody asks about: a rank plans for a part of them, and a million objects are
+    seconds and hundreds of megabytes.
+
     Raises:
         FormatError: A dtype or memory format that this torch does not know.
     """
     state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    where: dict[MetadataIndex, Stored] = {}
+    items: dict[str, Record] = {}
     for item in index.items:
         fqn = unescape(item.name, key) if index.escaped else item.name
-        if isinstance(item, ObjectRecord):
-            state[fqn] = BytesStorageMetadata()
-            where[MetadataIndex(fqn)] = Stored(item, item)
-            continue
-        chunks = []
-        for chunk in item.chunks:
-            offsets = torch.Size(chunk.offsets)
-            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(chunk.sizes)))
-            at = MetadataIndex(fqn, offsets)
-            # An empty chunk may share its offset with a real one (uneven sharding); the real one counts.
-            if at not in where or 0 not in chunk.sizes:
-                where[at] = Stored(item, chunk)
-        state[fqn] = TensorStorageMetadata(_properties(item, key), torch.Size(item.shape), chunks)
-    return Metadata(state_dict_metadata=state, planner_data=_decode_planner_data(index, key), storage_data=where)
+        items[fqn] = item
+        state[fqn] = (
+            BytesStorageMetadata()
+            if isinstance(item, ObjectRecord)
+            else LazyTensorMetadata(_properties(item, key), item)
+        )
+    return Metadata(
+        state_dict_metadata=state, planner_data=_decode_planner_data(index, key), storage_data=StoredItems(items)
+    )
 
 
-def _properties(item: TensorRecord, key: str) -> TensorProperties:
+def _properties(item: TensorRecord | GridRecord, key: str) -> TensorProperties:
     memory_format = _MEMORY_FORMATS.get(item.memory_format)
     if memory_format is None:
         raise FormatError(f"unknown memory format {item.memory_format!r}", key=key)
@@ -225,13 +237,3 @@ def _decode_planner_data(index: Index, key: str) -> Any:
         unescape(name, key): tuple(unescape(part, key) if isinstance(part, str) else part for part in path)
         for name, path in index.paths.items()
     }
-
-
-def all_indices(metadata: Metadata) -> Iterable[MetadataIndex]:
-    """Every chunk and object that a complete save must have written."""
-    for fqn, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            for chunk in stored.chunks:
-                yield MetadataIndex(fqn, chunk.offsets)
-        else:
-            yield MetadataIndex(fqn)

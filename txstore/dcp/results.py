@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from txstore.dcp.metadata import Placed
+from txstore.dcp.metadata import Corner, Placed, Placements
 from txstore.errors import PlanMismatch
 from txstore.keys import attempt_prefix
 from txstore.transaction import Ticket
 
+Items = frozenset[tuple[str, Corner]]
+"""Items of a plan, by name and corner."""
 
-def match(
-    ticket: Ticket, planned: Sequence[frozenset[MetadataIndex] | None], results: Sequence[Sequence[WriteResult]]
-) -> dict[MetadataIndex, Placed]:
+
+def items_of(indices: Iterable[MetadataIndex]) -> Items:
+    """The items that these name."""
+    return frozenset((index.fqn, index.offset) for index in indices)
+
+
+def match(ticket: Ticket, planned: Sequence[Items | None], results: Sequence[Sequence[WriteResult]]) -> Placements:
     """Results by item; each rank must have reported exactly its planned items, each once.
 
     Raises:
@@ -24,28 +31,33 @@ def match(
     if len(planned) != len(results):
         raise PlanMismatch(f"{len(planned)} ranks were planned, {len(results)} reported")
     prefix = attempt_prefix(ticket.checkpoint, ticket.txn)
-    placed: dict[MetadataIndex, Placed] = {}
+    placed: defaultdict[str, dict[Corner, Placed]] = defaultdict(dict)
     for rank, (items, reports) in enumerate(zip(planned, results, strict=True)):
-        got = [report.index for report in reports]
-        if len(set(got)) != len(got) or (items is not None and set(got) != items):
-            missing = sorted(str(index.fqn) for index in (items or frozenset()) - set(got))
+        got = items_of(report.index for report in reports)
+        if len(got) != len(reports) or (items is not None and got != items):
+            missing = sorted(fqn for fqn, _ in (items or frozenset()) - got)
             raise PlanMismatch(
-                f"rank {rank} reported {len(got)} of {len(items or got)} planned items; missing: {missing[:5]}",
+                f"rank {rank} reported {len(reports)} of {len(got if items is None else items)} planned items; "
+                f"missing: {missing[:5]}",
                 key=missing[0] if missing else "",
                 rank=rank,
             )
+        own: set[int] = set()  # shards that were looked at; the items of one file share one object
         for report in reports:
-            at = report.storage_data
+            fqn, at = report.index.fqn, report.storage_data
             if (
                 not isinstance(at, Placed)
                 or at.length != report.size_in_bytes
                 or at.start < 0
                 or at.start + at.length > at.shard.size
             ):
-                raise PlanMismatch(f"rank {rank} reported a wrong size", key=report.index.fqn, rank=rank)
-            if at.shard.rank != rank or not at.shard.key.startswith(prefix):
-                raise PlanMismatch(f"rank {rank} reported a file that is not its own", key=at.shard.key, rank=rank)
-            if report.index in placed:
-                raise PlanMismatch(f"two ranks wrote {report.index.fqn!r}", key=report.index.fqn, rank=rank)
-            placed[report.index] = at
+                raise PlanMismatch(f"rank {rank} reported a wrong size", key=fqn, rank=rank)
+            if id(at.shard) not in own:
+                if at.shard.rank != rank or not at.shard.key.startswith(prefix):
+                    raise PlanMismatch(f"rank {rank} reported a file that is not its own", key=at.shard.key, rank=rank)
+                own.add(id(at.shard))
+            places = placed[fqn]
+            if report.index.offset in places:
+                raise PlanMismatch(f"two ranks wrote {fqn!r}", key=fqn, rank=rank)
+            places[report.index.offset] = at
     return placed

@@ -10,11 +10,11 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from txstore.dcp.metadata import Stored
 from txstore.dcp.objects import gate
+from txstore.dcp.saved import Stored
 from txstore.dcp.tensors import as_bytes, dtype_of, is_plain
 from txstore.errors import FormatError, StateMismatch
-from txstore.index import ChunkRecord, TensorRecord
+from txstore.index import ChunkRecord, SavedTensor
 from txstore.shards.reading import WINDOW_BYTES, Wanted
 from txstore.shards.slabs import Slab, cut, is_contiguous, strides_of
 
@@ -66,7 +66,7 @@ class Scatter:
         return payload
 
     def _want_tensor(self, item: ReadItem, at: Stored) -> None:
-        if not isinstance(at.item, TensorRecord) or not isinstance(at.where, ChunkRecord):
+        if not isinstance(at.item, SavedTensor) or not isinstance(at.where, ChunkRecord):
             raise StateMismatch(
                 f"{item.storage_index.fqn!r} was saved as an object, the target is a tensor", key=item.storage_index.fqn
             )
@@ -174,7 +174,7 @@ def _is_memory(target: torch.Tensor) -> bool:
     )
 
 
-def _check_target(item: ReadItem, saved: TensorRecord, target: torch.Tensor) -> None:
+def _check_target(item: ReadItem, saved: SavedTensor, target: torch.Tensor) -> None:
     name = item.dest_index.fqn
     dtype = dtype_of(saved.dtype, name)
     if target.dtype != dtype:

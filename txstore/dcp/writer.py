@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
@@ -26,8 +26,9 @@ import txstore
 from txstore.dcp.boundary import asked_name, at_boundary, connect
 from txstore.dcp.carrier import Carrier, arrived, with_carrier
 from txstore.dcp.items import lay_out, refuse_early, write_files
-from txstore.dcp.metadata import Location, all_indices, build_index
-from txstore.dcp.results import match
+from txstore.dcp.metadata import build_index
+from txstore.dcp.results import Items, items_of, match
+from txstore.dcp.saved import Locations
 from txstore.dcp.snapshot import SnapshotBuffers
 from txstore.dcp.staged import Staged, refused, take_refusal
 from txstore.errors import ConfigError, PlanMismatch, SaveError, TransactionStateError, TxStoreError, describe
@@ -47,7 +48,7 @@ class _Save:
     rank: int | None = None
     transaction: Transaction | None = None
     decision: Decision | None = None
-    planned: list[frozenset[MetadataIndex] | None] = field(default_factory=list)
+    planned: list[Items | None] = field(default_factory=list)
 
 
 Phase = Literal["plan", "write", "written", "commit"]
@@ -247,7 +248,7 @@ class StorageWriter(DcpStorageWriter):
             self.abandon()
             raise TransactionStateError("this writer was abandoned", key=save.checkpoint)
         # A caching planner sends an empty, unusable plan when nothing changed: its items are not known here.
-        save.planned = [frozenset(item.index for item in plan.items) if plan.usable else None for plan in plans]
+        save.planned = [items_of(item.index for item in plan.items) if plan.usable else None for plan in plans]
         carrier = Carrier(save.transaction.ticket)
         arrived.ticket = carrier.ticket  # without a process group nothing is pickled
         return [with_carrier(plan, carrier) for plan in plans]
@@ -323,8 +324,6 @@ class StorageWriter(DcpStorageWriter):
         if transaction is None:
             raise TransactionStateError("finish without a transaction")
         placed = match(transaction.ticket, save.planned, results)
-        for foreign in placed.keys() - set(all_indices(metadata)):
-            raise PlanMismatch(f"a result for {foreign.fqn!r} that the plan does not know", key=foreign.fqn)
         index, shards = build_index(metadata, placed)
         self._tell("commit", sum(shard.size for shard in shards))
         save.decision = transaction.commit(
@@ -336,7 +335,7 @@ class StorageWriter(DcpStorageWriter):
         )
         self._forget(transaction)
         metadata.storage_meta = self.storage_meta()
-        metadata.storage_data = {at: Location(p.shard.key, p.start, p.length) for at, p in placed.items()}
+        metadata.storage_data = Locations(index, list(metadata.state_dict_metadata))
 
     def storage_meta(self) -> StorageMeta | None:
         """What DCP tells planners and loggers about this save."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from txstore.columns import column_bytes
 from txstore.index import ChunkRecord, FileRecord, Index, ObjectRecord, TensorRecord
 from txstore.manifest import Decision, Description
 from txstore.shards.layout import Extent, ShardSource, payload_extent, tensor_extent
@@ -70,9 +71,6 @@ def commit_sample(
             else:
                 chunks.append(ChunkRecord(corner, (rows, 256), rank, start, rows * ROW_BYTES))
     weight = TensorRecord(tensor, "float32", 4, (ranks * rows, 256), True, False, "contiguous_format", tuple(chunks))  # noqa: FBT003 - a record
-    files = tuple(
-        FileRecord(shard.key, shard.size, b"".join(block.to_bytes(4, "little") for block in shard.blocks))
-        for shard in shards
-    )
+    files = tuple(FileRecord(shard.key, shard.size, column_bytes("I", shard.blocks)) for shard in shards)
     index = Index(files=files, items=(weight, *small))
     return transaction.commit(shards, index, software={"txstore": "test"}, description=description)

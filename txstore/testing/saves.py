@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from txstore import transaction
 from txstore.checksum import BLOCK_BYTES, crc32c
+from txstore.columns import column_bytes
 from txstore.decisions import gone, read_index, read_manifest
 from txstore.errors import IntegrityError, NotFoundError
 from txstore.index import ChunkRecord, FileRecord, Index, TensorRecord
@@ -19,10 +20,7 @@ AT_ONCE = Visibility(wait_s=0, poll_s=0, sleep=lambda _s: None, clock=lambda: 0.
 
 def index_of(shards: Sequence[Shard]) -> Index:
     """An index with one tensor of bytes for each shard, called ``0``, ``1``, ..."""
-    files = tuple(
-        FileRecord(shard.key, shard.size, b"".join(block.to_bytes(4, "little") for block in shard.blocks))
-        for shard in shards
-    )
+    files = tuple(FileRecord(shard.key, shard.size, column_bytes("I", shard.blocks)) for shard in shards)
     items = tuple(
         TensorRecord(
             name=str(number),
