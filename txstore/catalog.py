@@ -25,6 +25,7 @@ from txstore.keys import (
     step_of,
 )
 from txstore.manifest import Decision
+from txstore.side_by_side import side_by_side
 from txstore.store import Store
 
 State = Literal["committed", "superseded", "retired", "aborted"]
@@ -46,19 +47,23 @@ def entries(store: Store) -> list[Entry]:
         StoreError: The listing failed; that is never an empty answer.
     """
     slots, retired = _listing(store)
+    names = [
+        SlotName(checkpoint, slot)
+        for checkpoint in sorted(slots, key=by_step)
+        for slot in range(max(slots[checkpoint]), -1, -1)
+    ]
+    decisions = side_by_side(lambda name: _must_read(store, name.checkpoint, name.slot), names)
     found: list[Entry] = []
-    for checkpoint in sorted(slots, key=_by_step):
-        standing = True
-        for slot in range(max(slots[checkpoint]), -1, -1):
-            decision = _must_read(store, checkpoint, slot)
-            state: State = "aborted"
-            if SlotName(checkpoint, slot) in retired:
-                state = "retired"
-            elif decision.kind == "commit":
-                state = "committed" if standing else "superseded"
-                standing = False
-            found.append(Entry(decision, state))
-    return sorted(found, key=lambda entry: (*_by_step(entry.decision.checkpoint), entry.decision.slot))
+    stands: set[str] = set()
+    for name, decision in zip(names, decisions, strict=True):  # of each checkpoint the highest slot first
+        state: State = "aborted"
+        if name in retired:
+            state = "retired"
+        elif decision.kind == "commit":
+            state = "superseded" if name.checkpoint in stands else "committed"
+            stands.add(name.checkpoint)
+        found.append(Entry(decision, state))
+    return sorted(found, key=lambda entry: (*by_step(entry.decision.checkpoint), entry.decision.slot))
 
 
 def newest(store: Store, *, passed_over: Collection[str] = ()) -> Decision:
@@ -75,7 +80,7 @@ def newest(store: Store, *, passed_over: Collection[str] = ()) -> Decision:
     """
     slots, retired = _listing(store)
     best: Decision | None = None
-    for checkpoint in sorted(slots.keys() - set(passed_over), key=_by_step, reverse=True):
+    for checkpoint in sorted(slots.keys() - set(passed_over), key=by_step, reverse=True):
         if best is not None and step_of(checkpoint) != best.step:
             break
         decision = _standing(store, checkpoint, slots[checkpoint], retired)
@@ -117,7 +122,8 @@ def find(store: Store, checkpoint: str) -> Decision:
     )
 
 
-def _by_step(checkpoint: str) -> tuple[int, str]:
+def by_step(checkpoint: str) -> tuple[int, str]:
+    """What names of checkpoints are sorted by: the step, those without one first; then the name."""
     step = step_of(checkpoint)
     return (-1 if step is None else step, checkpoint)
 

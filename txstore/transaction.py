@@ -54,6 +54,7 @@ from txstore.manifest import (
     seal,
 )
 from txstore.probe import prove
+from txstore.side_by_side import side_by_side
 from txstore.slot_walk import claim, claim_abort, default_writer, now
 from txstore.store import BytesSource, ChecksummedSource, Source, Store
 
@@ -242,8 +243,7 @@ class Transaction:
 
     def _look_at_all(self, shards: Sequence[Shard], visibility: Visibility) -> None:
         try:
-            for shard in shards:
-                _look_at(self._store, shard, visibility)
+            side_by_side(lambda shard: _look_at(self._store, shard, visibility), shards)
         except IntegrityError:
             for found in walk_slots(self._store, self.ticket.checkpoint):
                 if found.kind == "abort":  # if of this transaction, a sweep took the shard: say so, not "missing"

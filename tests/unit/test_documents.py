@@ -646,6 +646,16 @@ def test_boxes_in_any_order_are_found_to_be_a_grid(bounds, data):
         assert boxes_of(found.bounds) == boxes
 
 
+def test_a_box_that_is_there_twice_does_not_pay_for_a_hole():
+    assert arrange((2, 2), [(0, 0), (0, 1), (1, 0), (1, 0)], [(1, 1)] * 4) is None
+
+
+def test_of_two_listed_chunks_at_one_corner_the_one_that_holds_something_counts():
+    empty, real = ChunkRecord((1,), (0,), 0, 0, 0), ChunkRecord((1,), (2,), 0, 1, 2)
+    for chunks in ((empty, real), (real, empty)):
+        assert tensor("x", "uint8", 1, (3,), (ChunkRecord((0,), (1,), 0, 0, 1), *chunks)).by_corner()[1,] == real
+
+
 @given(bounds_of_grids)
 def test_a_grid_says_what_its_cells_are(bounds):
     shape = tuple(axis[-1] for axis in bounds)

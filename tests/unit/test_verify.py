@@ -117,7 +117,7 @@ def test_a_sample_follows_from_its_seed(store: WatchedStore) -> None:
     def blocks_read(seed: int | None) -> tuple[int, list[tuple[str, int, int]]]:
         store.reads.clear()
         report = verify(store, decision, depth="sample", seed=seed, sample_blocks=4)
-        return report.seed, list(store.reads)
+        return report.seed, sorted(store.reads)
 
     seed, chosen = blocks_read(None)
     assert blocks_read(seed) == (seed, chosen)
@@ -306,7 +306,8 @@ def test_any_name_is_sound(store: WatchedStore, name: str) -> None:
     assert verify(store, commit_sample(store, "step-90", names=(name, "extra"))).problems == ()
 
 
-def test_memory_is_bounded_by_the_window(store: WatchedStore) -> None:
+def test_memory_is_bounded_by_the_windows(store: WatchedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("txstore.ops.verify.READERS", 2)
     decision = commit_sample(store, "step-80", rows=40 * 1024, ranks=3)
     tracemalloc.start()
     try:
@@ -315,7 +316,7 @@ def test_memory_is_bounded_by_the_window(store: WatchedStore) -> None:
     finally:
         tracemalloc.stop()
     assert report.bytes_read > 120 * BLOCK_BYTES
-    assert peak < shard_check.WINDOW_BYTES + BLOCK_BYTES
+    assert peak < 2 * shard_check.WINDOW_BYTES + BLOCK_BYTES
     assert max(size for _, _, size in store.reads) == shard_check.WINDOW_BYTES
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ from txstore.dcp.tensors import TensorSource, check_storable, dtype_name, dtype_
 from txstore.errors import PlanMismatch, UnsupportedValue
 from txstore.shards.layout import Extent, ShardSource, pack, payload_extent, tensor_extent
 from txstore.shards.names import header_name
+from txstore.side_by_side import side_by_side
 from txstore.store import BytesSource, Store
 from txstore.transaction import Shard, Ticket, write_shard
 
@@ -127,8 +127,6 @@ def _warn_if_unsafe(fqn: str, payload: bytes) -> None:
 
 def write_files(store: Store, ticket: Ticket, rank: int, laid: Laid, *, threads: int) -> list[WriteResult]:
     """Write a rank's files, some at once; the first error of any thread is raised after all have stopped."""
-    if not laid.files:
-        return []
 
     def write(number: int) -> Shard:
         file = laid.files[number]
@@ -138,8 +136,7 @@ def write_files(store: Store, ticket: Ticket, rank: int, laid: Laid, *, threads:
                 extent.source.release()
         return shard
 
-    with ThreadPoolExecutor(min(threads, len(laid.files)), thread_name_prefix="txstore-write") as pool:
-        shards = list(pool.map(write, range(len(laid.files))))
+    shards = side_by_side(write, range(len(laid.files)), at_once=threads)
     at = {
         id(extent): (shard, start)
         for shard, file in zip(shards, laid.files, strict=True)

@@ -2,7 +2,7 @@
 
 A verification goes the way of a reader, decision -> manifest -> index -> blocks, but collects what it
 finds instead of stopping at the first error. It never deletes, never writes and never unpickles: objects
-are bytes with a checksum here. Shards are read through one buffer of 8 MiB, whatever their size.
+are bytes with a checksum here. Shards are read through buffers of 8 MiB, `READERS` at once, whatever their size.
 
 A commit that retention removes meanwhile is not damaged: ``retired/`` is looked at before anything is said
 (commit protocol, "Readers").
@@ -11,11 +11,14 @@ A commit that retention removes meanwhile is not damaged: ``retired/`` is looked
 from __future__ import annotations
 
 import random
-from collections import defaultdict, deque
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
+from txstore.catalog import by_step
 from txstore.checksum import sha256_hex
 from txstore.decisions import is_retired, read_decision, read_store_format
 from txstore.errors import (
@@ -37,17 +40,20 @@ from txstore.keys import (
     parse_decision_key,
     parse_retired_key,
     retired_key,
-    step_of,
 )
 from txstore.manifest import Decision, FileRef, Manifest, ShardRef, decode_manifest
 from txstore.ops.report import SAMPLE_BLOCKS, Depth, Kind, Problem, Report, Step, StoreReport, verdict
-from txstore.ops.shard_check import WINDOW_BYTES, Finding, ShardCheck, expected_entries
+from txstore.ops.shard_check import WINDOW_BYTES, Expected, Finding, ShardCheck, expected_entries
+from txstore.side_by_side import side_by_side
 from txstore.store import Store
 
 Observer = Callable[[Step], None]
 
 _SILENT = (TransientError, OutcomeUnknownError)
 """Errors of a store that did not answer, or not clearly, though the retry layer asked repeatedly."""
+
+READERS = 8
+"""Shards that are read at once; each has a buffer of `WINDOW_BYTES`."""
 
 _RESTORE = "restore this object from a copy of the store, or load an earlier checkpoint"
 _NEXT_STEP: dict[Kind, str] = {
@@ -80,7 +86,7 @@ def verify(
             each file's checksum against the manifest, and its header against the index.
         seed: Chooses the sampled blocks; a random one if None. The report names it.
         sample_blocks: See `depth`.
-        progress: Called after each read, from this thread.
+        progress: Called after each read, one call at a time, from any thread.
 
     Returns:
         The report. Damage is in it, not raised.
@@ -153,14 +159,17 @@ def _commits(store: Store, checkpoint: str | None) -> tuple[list[Problem], list[
     # After the decisions: a tombstone set meanwhile is seen.
     prefix = RETIRED_PREFIX if checkpoint is None else retired_key(checkpoint, 0)[:-1]
     retired = {taken for info in store.list(prefix) if (taken := parse_retired_key(info.key))}
+    names = [
+        SlotName(name, slot)
+        for name in sorted(slots, key=by_step)
+        # Slots are contiguous and records are never deleted: one that the listing lacks is missing.
+        for slot in range(max(slots[name]) + 1)
+    ]
     commits: list[Decision] = []
-    for name in sorted(slots, key=lambda name: (-1 if (step := step_of(name)) is None else step, name)):
-        for slot in range(max(slots[name]) + 1):
-            # Slots are contiguous and records are never deleted: one that the listing lacks is missing.
-            decision, wrong = _decision(store, name, slot)
-            problems += wrong
-            if decision and decision.kind == "commit" and SlotName(name, slot) not in retired:
-                commits.append(decision)
+    for slot_name, (decision, wrong) in zip(names, side_by_side(partial(_decision, store), names), strict=True):
+        problems += wrong
+        if decision and decision.kind == "commit" and slot_name not in retired:
+            commits.append(decision)
     return problems, commits
 
 
@@ -173,10 +182,10 @@ def _format_problems(store: Store, *, has_decisions: bool) -> list[Problem]:
     return [problem("missing", STORE_KEY, "the store has decisions but no format document")]
 
 
-def _decision(store: Store, checkpoint: str, slot: int) -> tuple[Decision | None, list[Problem]]:
-    key = decision_key(checkpoint, slot)
+def _decision(store: Store, name: SlotName) -> tuple[Decision | None, list[Problem]]:
+    key = decision_key(name.checkpoint, name.slot)
     try:
-        decision = read_decision(store, checkpoint, slot)
+        decision = read_decision(store, name.checkpoint, name.slot)
     except TxStoreError as error:
         return None, [_problem_of(store, error, key)]
     if decision is None:
@@ -227,6 +236,7 @@ class _Run:
     blocks: int = 0
     bytes_read: int = 0
     total_bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def documents(self) -> None:
         """Follow the documents as a reader does, then look at every shard that the manifest names."""
@@ -276,7 +286,7 @@ class _Run:
 
     def _record(self) -> None:
         """The decision once more: the caller's copy may be older than the damage."""
-        found, problems = _decision(self.store, self.decision.checkpoint, self.decision.slot)
+        found, problems = _decision(self.store, SlotName(self.decision.checkpoint, self.decision.slot))
         self.problems += problems
         if found is not None and found != self.decision:
             key = decision_key(self.decision.checkpoint, self.decision.slot)
@@ -287,32 +297,39 @@ class _Run:
         if index is not None and self.depth == "full":
             with self._collected(manifest.index.key):
                 expected = expected_entries(index)
-        work: deque[tuple[ShardCheck, list[tuple[int, int]]]] = deque()
-        for number, shard in enumerate(manifest.shards):
-            self.shards += 1
-            if self._look(shard) and self.depth != "documents":
+        sound = side_by_side(self._look, manifest.shards)
+        work: list[_Work] = []
+        for number, (shard, (there, problems)) in enumerate(zip(manifest.shards, sound, strict=True)):
+            self.problems += problems
+            if there and self.depth != "documents":
                 blocks = index.files[number].blocks if index is not None else None
-                check = ShardCheck(shard, blocks, None if expected is None else expected[number])
-                work.append((check, check.ranges(self._chosen(check))))
-            self._observe(shard.key)
-        self.total_bytes = sum(stop - start for _, ranges in work for start, stop in ranges)
-        buffer = memoryview(bytearray(min(WINDOW_BYTES, max((shard.size for shard in manifest.shards), default=0))))
-        while work:  # taken off one by one: a check keeps its shard's header
-            self._read(*work.popleft(), buffer)
+                work.append(_Work(shard, blocks, None if expected is None else expected[number]))
+        self.shards = len(sound)
+        self.total_bytes = sum(stop - start for one in work for start, stop in self._ranges(one.check()))
+        for problems in side_by_side(self._read, work, at_once=READERS):
+            self.problems += problems
 
-    def _look(self, shard: ShardRef) -> bool:
+    def _look(self, shard: ShardRef) -> tuple[bool, list[Problem]]:
         """Whether a shard is there with the size, and the checksum if the store keeps one, of the manifest."""
+        problems: list[Problem] = []
+        there = False
         try:
             info = self.store.head(shard.key)
         except StoreError as error:
-            self._lost(shard.key, error)
-            return False
-        if info.size != shard.size:
-            self._found(shard.key, Finding("size", f"the object has {info.size} bytes, {shard.size} were committed"))
-            return False
-        if info.crc32c not in {None, shard.crc32c}:
-            self._found(shard.key, Finding("checksum", "the store reports another CRC32C than was committed"))
-        return True
+            problems.append(_problem_of(self.store, error, shard.key))
+        else:
+            there = info.size == shard.size
+            if not there:
+                what = f"the object has {info.size} bytes, {shard.size} were committed"
+                problems.append(problem("size", shard.key, what))
+            elif info.crc32c not in {None, shard.crc32c}:
+                what = "the store reports another CRC32C than was committed"
+                problems.append(problem("checksum", shard.key, what))
+        self._observe(shard.key)
+        return there, problems
+
+    def _ranges(self, check: ShardCheck) -> list[tuple[int, int]]:
+        return check.ranges(self._chosen(check))
 
     def _chosen(self, check: ShardCheck) -> list[int] | None:
         """The blocks to read: None for all."""
@@ -325,24 +342,22 @@ class _Run:
         chosen = random.Random(f"{self.seed}:{check.shard.key}")  # noqa: S311 - a sample, not a secret
         return sorted({0, count - 1, *chosen.sample(range(count), min(self.sample_blocks, count))}) if count else []
 
-    def _read(self, check: ShardCheck, ranges: list[tuple[int, int]], buffer: memoryview) -> None:
-        key = check.shard.key
-        for start, stop in ranges:
+    def _read(self, work: _Work) -> list[Problem]:
+        """Read what the depth asks of one shard, and what is wrong with it. In a thread of its own."""
+        check = work.check()  # made here and let go with this shard: it keeps the header
+        key, size = check.shard.key, check.shard.size
+        buffer = memoryview(bytearray(min(WINDOW_BYTES, size)))
+        for start, stop in self._ranges(check):
             window = buffer[: stop - start]
             try:
                 count = self.store.read_into(key, start, window)
             except StoreError as error:
-                self._lost(key, error)
-                return
-            self.bytes_read += count
-            if count != stop - start:
-                what = f"the object ends at {start + count}, {check.shard.size} bytes were committed"
-                self._found(key, Finding("size", what))
-                return
-            self.blocks += check.feed(start, window)
-            self._observe(key)
-        for finding in check.findings(whole=self.depth == "full"):
-            self._found(key, finding)
+                return [_problem_of(self.store, error, key)]
+            whole = count == stop - start
+            self._observe(key, count, check.feed(start, window) if whole else 0)
+            if not whole:
+                return [problem("size", key, f"the object ends at {start + count}, {size} bytes were committed")]
+        return [problem(found.kind, key, found.what) for found in check.findings(whole=self.depth == "full")]
 
     def _lost(self, key: str, error: StoreError) -> None:
         self.problems.append(_problem_of(self.store, error, key))
@@ -350,6 +365,21 @@ class _Run:
     def _found(self, key: str, finding: Finding) -> None:
         self.problems.append(problem(finding.kind, key, finding.what))
 
-    def _observe(self, key: str) -> None:
-        if self.progress is not None:
-            self.progress(Step(self.decision, key, self.bytes_read, self.total_bytes))
+    def _observe(self, key: str, nbytes: int = 0, blocks: int = 0) -> None:
+        with self.lock:
+            self.bytes_read += nbytes
+            self.blocks += blocks
+            if self.progress is not None:
+                self.progress(Step(self.decision, key, self.bytes_read, self.total_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One shard to be read."""
+
+    shard: ShardRef
+    blocks: bytes | None
+    expected: dict[str, Expected] | None
+
+    def check(self) -> ShardCheck:
+        return ShardCheck(self.shard, self.blocks, self.expected)

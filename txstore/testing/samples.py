@@ -11,7 +11,7 @@ from txstore.manifest import Decision, Description
 from txstore.shards.layout import Extent, ShardSource, payload_extent, tensor_extent
 from txstore.shards.names import header_name
 from txstore.store import BytesSource, Store
-from txstore.transaction import Shard, begin, write_shard
+from txstore.transaction import Shard, Visibility, begin, write_shard
 
 ROW_BYTES = 1024
 """Bytes of one row of the sample's ``weight``, 256 numbers of ``float32``."""
@@ -28,6 +28,7 @@ def commit_sample(
     description: Description | None = None,
     writer: str = "sample:1",
     overwrite: bool = False,
+    visibility: Visibility | None = None,
     tamper: Callable[[Extent], Extent] = lambda extent: extent,
 ) -> Decision:
     """Commit a checkpoint of one sharded tensor, a 16-bit scalar and an object.
@@ -42,6 +43,7 @@ def commit_sample(
         description: For the manifest.
         writer: For the records.
         overwrite: Commit again what stands.
+        visibility: As for `Transaction.commit`.
         tamper: Applied to each extent as it is laid out, but not to the index: a writer with a bug.
     """
     transaction = begin(store, checkpoint, world_size=ranks, overwrite=overwrite, writer=writer)
@@ -73,4 +75,5 @@ def commit_sample(
     weight = TensorRecord(tensor, "float32", 4, (ranks * rows, 256), True, False, "contiguous_format", tuple(chunks))  # noqa: FBT003 - a record
     files = tuple(FileRecord(shard.key, shard.size, column_bytes("I", shard.blocks)) for shard in shards)
     index = Index(files=files, items=(weight, *small))
-    return transaction.commit(shards, index, software={"txstore": "test"}, description=description)
+    software = {"txstore": "test"}
+    return transaction.commit(shards, index, software=software, description=description, visibility=visibility)
