@@ -131,7 +131,7 @@ LOCAL: dict[str, Local] = {
         lambda root, _: test_refusals.test_a_part_is_loaded_on_purpose_only(root),
     ),
     "headers are not padded": Local(
-        Bug(layout, "_encode_header", "// HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES", "// 8) * 8"),
+        Bug(layout, "_encode_header", "// align) * align", "// 8) * 8"),
         lambda root, _: test_format.test_headers_are_padded_and_aligned(root),
     ),
     "a failed attempt is left undecided": Local(
