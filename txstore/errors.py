@@ -21,9 +21,12 @@
     ├── CheckpointNotFound (LookupError)    said only after a successful listing
     ├── CheckpointRetired                   removed by retention, on purpose
     ├── IntegrityError                      stored bytes disagree with what was committed
+    │   └── StoreReplaced                   the store that this writer knew was deleted, emptied or replaced
     ├── FormatError                         a document is malformed, hostile or of an unknown version
     ├── DeadlineExceeded (TimeoutError)     something did not end in time; the message names rank, phase and object
     ├── SaveError                           this state cannot be saved exactly, or a rank failed
+    │   ├── NotNewest                       a newer checkpoint stands: the next resume would take that one
+    │   ├── NotResumed                      the store holds checkpoints: call resume() first, or use a new root
     │   ├── PlanMismatch                    results, ranks or planners disagree
     │   ├── SaveBusy                        earlier saves are still on their way, and the policy is to raise
     │   ├── SnapshotInUse                   the previous snapshot's save has not ended: save less often
@@ -198,6 +201,10 @@ class IntegrityError(TxStoreError):
     """Stored bytes disagree with the committed digests, sizes or checksums."""
 
 
+class StoreReplaced(IntegrityError):
+    """The store that this writer has seen was deleted, emptied or replaced by another: nothing is written to it."""
+
+
 class FormatError(TxStoreError):
     """A document is malformed, hostile, or of a version that this release does not know."""
 
@@ -212,6 +219,14 @@ class SaveError(TxStoreError):
 
 class PlanMismatch(SaveError):
     """Plans, results or ranks disagree with each other."""
+
+
+class NotResumed(SaveError):
+    """The store holds checkpoints, and the run that wants to save has not resumed."""
+
+
+class NotNewest(SaveError):
+    """What was to be saved is older than a checkpoint that stands: no resume would take it unasked."""
 
 
 class SaveBusy(SaveError):

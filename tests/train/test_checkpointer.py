@@ -380,7 +380,8 @@ def test_a_stuck_store_is_named_and_the_save_never_commits(store_url, gate):
 
 def test_a_save_that_is_stuck_before_it_has_begun_cannot_begin_later(store_url, gate):
     run = Run()
-    saves = Checkpointer(gated(store_url, gate, verb="list", part=""), run.state, policy=SavePolicy(deadline_s=0.5))
+    held = gated(store_url, gate, verb="list", part="commits/step-")  # the slot walk of the save
+    saves = Checkpointer(held, run.state, policy=SavePolicy(deadline_s=0.5))
     handle = saves.save()
     with pytest.raises(DeadlineExceeded, match=r"rank 0 is in list of"):
         saves.wait()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from faults import Fault, FaultyStore, Raise
 from torch import nn
 from workers import Pool, Pools, Rank
@@ -18,6 +19,7 @@ from workers import Pool, Pools, Rank
 from tests.train.runs import Run
 from txstore.catalog import entries, find, newest
 from txstore.compat.matrix import parse_matrix
+from txstore.dcp import StorageWriter
 from txstore.decisions import read_manifest
 from txstore.errors import (
     AccessDeniedError,
@@ -330,8 +332,9 @@ def test_attempts_that_were_not_committed_are_ignored(store_url: str) -> None:
     trained(store_url, 4)
     for step, verb, part in ((5, "put", ".safetensors"), (6, "put", "manifest.json"), (7, "create", "commits/")):
         run = Run(seed=2)
-        run.state.progress.global_step = step
         saves = Checkpointer(FaultyStore(store_url, Fault(Raise("full"), verb, part)), run.state, retry=ONCE)
+        saves.resume()
+        run.state.progress.global_step = step
         saves.save()
         with pytest.raises(StoreFullError):
             saves.close()
@@ -609,8 +612,8 @@ def overwrite_with_less(store: Any) -> None:
 
 
 def commit_again(store: Any, other: Run) -> None:
-    with Checkpointer(store, other.state, overwrite=True) as saves:
-        saves.save()
+    writer = StorageWriter(store, overwrite=True, description=Description(topology={"world": 1}))
+    dcp.save(other.state.capture().state, storage_writer=writer, checkpoint_id="step-6", no_dist=True)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from faults import Fault, FaultyStore, Raise, path_of
 
 from tests.train.runs import Run
 from tests.train.test_checkpointer import ONCE, Gate, advance, gated
-from txstore.errors import AlreadyCommitted, IntegrityError, NotProved, StoreFullError
+from txstore.errors import IntegrityError, NotProved, NotResumed, StoreFullError
 from txstore.event_log import EventLog, read_events
 from txstore.events import (
     ChecksumFailed,
@@ -251,9 +251,10 @@ def test_a_described_world_is_the_real_one(store_url):
 
 def test_a_run_that_did_not_resume_is_told_so(store_url):
     trained(store_url)
-    run = Run()
-    saves = Checkpointer(store_url, run.state)
-    advance(run, 3)
-    saves.save()
-    with pytest.raises(AlreadyCommitted, match="this run did not resume"):
-        saves.close()
+    run, told = Run(), []
+    with Checkpointer(store_url, run.state, observers=[told.append]) as saves:
+        advance(run, 3)
+        with pytest.raises(NotResumed):
+            saves.save()
+    (failed,) = of(told, SaveFailed)
+    assert (failed.phase, failed.error_type, failed.checkpoint) == ("wait", "NotResumed", "step-3")

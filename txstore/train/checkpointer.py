@@ -25,7 +25,7 @@ from txstore.errors import (
     describe,
 )
 from txstore.events import Observer, SavePhase
-from txstore.manifest import Decision, Description, Progress
+from txstore.manifest import Decision, Description
 from txstore.retry import RetryPolicy
 from txstore.store import Store
 from txstore.train import exit_guard
@@ -33,6 +33,7 @@ from txstore.train.choice import examine
 from txstore.train.exchange import Exchange, raise_first, typed
 from txstore.train.history import StepRecord
 from txstore.train.ledger import Ledger
+from txstore.train.lineage import Lineage, Origin
 from txstore.train.policy import SavePolicy
 from txstore.train.proof import ProofPolicy
 from txstore.train.proof_watch import ProofWatch
@@ -100,7 +101,6 @@ class Checkpointer:
         self.policy = policy or SavePolicy()
         self.description = description or Description()
         self._overwrite = overwrite
-        self._mine: dict[str, Progress | None] = {}
         self.store = connect(store, retry, options)
         self._writer = StorageWriter(self.store, overwrite=overwrite, description=self.description)
         front, back = own_groups or (None, None)
@@ -116,6 +116,7 @@ class Checkpointer:
                 f"the description's topology has a world of {world}, there are {self._front.world_size} ranks",
                 next_step="describe this run as it is: every later resume is judged by what is recorded",
             )
+        self._lineage = Lineage(self.store, self._front, self.policy.deadline_s)
         self._ledger = Ledger(self.policy, self._front, self.store, self._writer.abandon)
         self._teller = Teller(observers, self._front.rank, self._front.world_size)
         read_back = self._read_back if self.policy.verify else None
@@ -135,6 +136,9 @@ class Checkpointer:
 
         Raises:
             SaveBusy: The limit is reached, and the policy is to raise.
+            NotResumed: The store holds checkpoints, and this run has not resumed. Nothing was copied.
+            NotNewest: A newer checkpoint stands: the next resume would take that one. Nothing was copied.
+            Conflict, StoreReplaced: What was resumed is no longer the newest, or no longer there.
             SnapshotTooLarge: The snapshots would take more than `max_staging_bytes`. Nothing was copied.
             UnsupportedValue, SaveError: The state cannot be stored exactly, on some rank. Nothing was written.
             PlanMismatch: The ranks save different checkpoints, or differ in what is equal on all ranks.
@@ -156,6 +160,7 @@ class Checkpointer:
             log.warning("skipped the save of %s: %s", handle.checkpoint, skipped)
             self._teller.skipped(handle, skipped)
             return SaveHandle(handle.checkpoint, at, skipped=skipped)
+        self._told(handle, "wait", lambda: self._lineage.admit(handle.checkpoint, at))
         waited_s = time.monotonic() - requested_s
         captured, snapshot, capture_s = self._told(handle, "capture", self._stage)
         handle.staged.set_result(None)
@@ -163,7 +168,7 @@ class Checkpointer:
             handle=handle,
             snapshot=snapshot,
             description=replace(self.description, progress=captured.progress),
-            overwrite=self._overwrite or self._may_replace(handle.checkpoint, captured.progress),
+            overwrite=self._overwrite or self._lineage.overwrites(handle.checkpoint, captured.progress),
             requested_s=requested_s,
             waited_s=waited_s,
             staged_s=time.monotonic(),
@@ -172,17 +177,6 @@ class Checkpointer:
         self._ledger.add(request)
         self._saves.submit(request)
         return handle
-
-    def _may_replace(self, checkpoint: str, progress: Progress) -> bool:
-        """Whether this run may commit a checkpoint again, unasked; takes note of the one that is being saved.
-
-        It may if its resume passed the checkpoint over as damaged: else it would fail there after every resume, for
-        ever. And if its own one of the same step is of another micro step: else a preempted job that saves inside an
-        accumulation window would lose what it did since the step.
-        """
-        may = checkpoint in self._mine and self._mine[checkpoint] != progress
-        self._mine[checkpoint] = progress
-        return may
 
     def _told(self, handle: SaveHandle, phase: SavePhase, work: Callable[[], T]) -> T:
         """Do `work`; tell the observers if it fails."""
@@ -240,18 +234,21 @@ class Checkpointer:
         """
         self._check_open()
         self._ledger.wait_for_all()
-        report = Resume(
+        options = options or ResumeOptions()
+        resume = Resume(
             store=self.store,
             state=self.state,
             exchange=self._front,
             today=self.description,
-            options=options or ResumeOptions(),
+            options=options,
             teller=self._teller,
             deadline_s=self.policy.deadline_s,
-        ).run()
-        self._mine = dict.fromkeys(one.checkpoint for one in report.fell_back)
+        )
+        report = resume.run()
+        passed_over = tuple(one.checkpoint for one in report.fell_back)
+        origin = Origin(resume.decision, options.checkpoint is not None, passed_over)
+        self._lineage.resumed(origin, self.state.progress.recorded())
         if not report.fresh:
-            self._mine[report.checkpoint] = self.state.progress.recorded()
             self.description = replace(self.description, accepted=tuple(report.accepted))
             self._proof = ProofWatch(report, tuple(self.state.history), self._proof_policy, self.state.expected_batch)
         return report

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 
 from txstore.catalog import find, newest
 from txstore.decisions import read_manifest
-from txstore.errors import CheckpointNotFound, CheckpointRetired, IntegrityError, LoadError
-from txstore.keys import SlotName
+from txstore.errors import CheckpointNotFound, CheckpointRetired, FormatError, IntegrityError, LoadError
+from txstore.keys import SlotName, parse_decision_key
 from txstore.manifest import Decision, Manifest
 from txstore.ops.report import Depth, Report
 from txstore.ops.verify import verify
@@ -35,6 +35,30 @@ def choose(store: Store, checkpoint: str | None, damaged: Collection[SlotName] =
             key=store.url,
             next_step="txstore verify names what is wrong; restore the objects from a copy",
         ) from None
+
+
+def newest_readable(store: Store, passed_over: Collection[str]) -> tuple[Decision | None, tuple[str, ...]]:
+    """The newest commit whose record can be read, or None; and the checkpoints whose records are damaged.
+
+    Args:
+        store: The store.
+        passed_over: Names of checkpoints that are known to be damaged.
+
+    Raises:
+        ConfigError: Two checkpoints are newest.
+        TxStoreError: The store could not be read.
+    """
+    damaged: list[str] = []
+    while True:
+        try:
+            return newest(store, passed_over={*passed_over, *damaged}), tuple(damaged)
+        except CheckpointNotFound:
+            return None, tuple(damaged)
+        except FormatError as error:
+            name = parse_decision_key(error.key)
+            if name is None or name.checkpoint in damaged:
+                raise
+            damaged.append(name.checkpoint)
 
 
 def examine(store: Store, decision: Decision, depth: Depth, tell: Callable[[Report, float], object]) -> Manifest:

@@ -112,7 +112,11 @@ class ResumeOptions:
 
 @dataclass(slots=True)
 class Resume:
-    """One resume of one rank. `run` is collective."""
+    """One resume of one rank. `run` is collective.
+
+    Attributes:
+        decision: What was resumed, after `run`; None for a fresh start.
+    """
 
     store: Store
     state: TrainState
@@ -121,6 +125,7 @@ class Resume:
     options: ResumeOptions
     teller: Teller
     deadline_s: float
+    decision: Decision | None = None
 
     def run(self) -> ResumeReport:
         """Bring the state back.
@@ -151,6 +156,7 @@ class Resume:
                 decision = self._choose(report, damaged)
                 if decision is not None:
                     self._resume(decision, report)
+                self.decision = decision
                 return report
             except TxStoreError as error:
                 self.teller.not_restored(decision, error)

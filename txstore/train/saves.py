@@ -176,7 +176,7 @@ class BackgroundSaves:
             # A broken group has no agreement; what happened here says more than that it broke.
             request.error = error if error is not None and isinstance(agreed, DeadlineExceeded) else agreed
             if isinstance(agreed, AlreadyCommitted):
-                agreed.next_step = "this run did not resume, or two runs share this root: one run for each root"
+                agreed.next_step = "this step was saved before: by this run, or by another that shares its root"
             return None
 
 
