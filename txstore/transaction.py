@@ -8,16 +8,16 @@ Nothing in this module deletes anything: a commit whose reply was lost may have 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from txstore.checksum import combine_blocks, sha256_hex
-from txstore.decisions import is_retired, read_store_format, walk_slots
+from txstore.decisions import is_retired, walk_slots
 from txstore.errors import (
     Aborted,
     AlreadyCommitted,
-    AlreadyExistsError,
     Conflict,
     IntegrityError,
     NotFoundError,
@@ -27,7 +27,6 @@ from txstore.errors import (
 from txstore.index import Index, ObjectRecord, encode_index, parse_index
 from txstore.keys import (
     LATEST_KEY,
-    STORE_KEY,
     begin_key,
     check_checkpoint,
     decision_key,
@@ -46,14 +45,13 @@ from txstore.manifest import (
     Manifest,
     Pointer,
     ShardRef,
-    StoreFormat,
     Totals,
     decode_decision,
     decode_manifest,
     encode,
     seal,
 )
-from txstore.probe import prove
+from txstore.root import KnownStore, ensure_store
 from txstore.side_by_side import side_by_side
 from txstore.slot_walk import claim, claim_abort, default_writer, now
 from txstore.store import BytesSource, ChecksummedSource, Source, Store
@@ -111,34 +109,32 @@ def write_shard(store: Store, ticket: Ticket, rank: int, number: int, source: So
     return Shard(key, rank, checked.size, crc, checked.blocks)
 
 
-def ensure_store(store: Store) -> None:
-    """Create ``txstore.json`` once; the first use of the store's `create`, before any shard is written.
-
-    Raises:
-        FormatError: The root belongs to another format version.
-        CapabilityError: The store cannot create exclusively (`txstore.probe`).
-    """
-    prove(store)
-    if read_store_format(store):
-        return
-    try:
-        store.create(STORE_KEY, encode(StoreFormat()))
-    except AlreadyExistsError:
-        if not read_store_format(store):
-            raise
-
-
 def begin(
-    store: Store, checkpoint: str, *, world_size: int, overwrite: bool = False, writer: str | None = None
+    store: Store,
+    checkpoint: str,
+    *,
+    world_size: int,
+    overwrite: bool = False,
+    writer: str | None = None,
+    known: KnownStore | None = None,
 ) -> Transaction:
     """Start an attempt to save `checkpoint`. Coordinator only.
 
+    Args:
+        store: The store.
+        checkpoint: Its name.
+        world_size: How many ranks write.
+        overwrite: Let a checkpoint that stands be committed again, in its next slot.
+        writer: Who writes, for people.
+        known: What the caller has seen of the store: it is not made anew then, but must be the same.
+
     Raises:
+        StoreReplaced: As `ensure_store`.
         AlreadyCommitted: It stands already, and `overwrite` is False.
         ConfigError: Not a checkpoint name.
     """
     check_checkpoint(checkpoint)
-    ensure_store(store)
+    ensure_store(store, known)
     stood = frozenset(
         decision.txn
         for decision in walk_slots(store, checkpoint)
@@ -170,6 +166,7 @@ class Transaction:
 
     Attributes:
         ticket: What the other ranks need.
+        decision: The commit, once `commit` knows that it stands.
     """
 
     def __init__(self, store: Store, ticket: Ticket, *, stood: frozenset[str], world_size: int, writer: str) -> None:
@@ -179,6 +176,10 @@ class Transaction:
         self._world_size = world_size
         self._writer = writer
         self._open = True
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._sent = False
+        self.decision: Decision | None = None
 
     def __getstate__(self) -> object:
         raise TypeError("a transaction stays with its coordinator; send its ticket instead")
@@ -229,7 +230,11 @@ class Transaction:
         self._open = False
         self._store.put(manifest.index.key, BytesSource(index_data))
         self._store.put(manifest_key(ticket.checkpoint, ticket.txn), BytesSource(manifest_data))
-        decision = claim(self._store, build, self._must_stop)
+        with self._lock:
+            if self._given_up:
+                raise TransactionStateError("this transaction was given up", key=self.ticket.txn)
+            self._sent = True
+        decision = self.decision = claim(self._store, build, self._must_stop)
         _point_at(self._store, decision)
         return decision
 
@@ -280,6 +285,16 @@ class Transaction:
             description=description,
         )
 
+    def give_up(self) -> bool:
+        """Send no decision from now on, from any thread and without a request to the store.
+
+        Returns:
+            Whether none was sent: then this transaction has not committed and never will. Else ask `abort`.
+        """
+        with self._lock:
+            self._open, self._given_up = False, True
+            return not self._sent
+
     def abort(self) -> Decision:
         """Make sure that this transaction never commits, unless it already has.
 
@@ -289,7 +304,7 @@ class Transaction:
         Raises:
             CommitUnknown: No answer could be had from the store.
         """
-        self._open = False
+        self.give_up()
         return claim_abort(self._store, self.ticket.checkpoint, self.ticket.txn, writer=self._writer)
 
     def _decision(self, manifest: Manifest, manifest_data: bytes) -> Callable[[int], Decision]:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.servers.fake_gcs import FakeGcs
-from txstore import catalog, transaction
+from txstore import catalog, root
 from txstore.checksum import BLOCK_BYTES
 from txstore.errors import (
     AccessDeniedError,
@@ -397,7 +397,7 @@ def test_thirty_two_writers_of_one_checkpoint_commit_once(gcs_server, gcs_prefix
 
 def direct_format(store: GcsStore) -> bytes:
     """What the first writer would write."""
-    transaction.ensure_store(store)
+    root.ensure_store(store)
     return store.read("txstore.json")
 
 

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from txstore import catalog, transaction
+from txstore import catalog, root, transaction
 from txstore.errors import (
     Aborted,
     AlreadyCommitted,
@@ -140,7 +140,7 @@ class Protocol(RuleBasedStateMachine):
         shard = transaction.write_shard(direct, attempt.ticket, 0, 0, BytesSource(b"first"))
         self.values[attempt.ticket.txn] = [b"first"]
         attempt.commit([shard], index_of([shard]), visibility=AT_ONCE)
-        transaction.ensure_store(self.world.remote)
+        root.ensure_store(self.world.remote)
         self.told(attempt.ticket.txn, "commit")
 
     # the network

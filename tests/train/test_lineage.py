@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import FaultyStore
-from workers import Pools, Rank
+import torch
+import torch.distributed.checkpoint as dcp
+from faults import Fault, FaultyStore, Raise
+from torch.distributed.checkpoint.api import CheckpointException
+from workers import Pool, Rank
 
 from tests.train.runs import Run
 from txstore.catalog import entries
-from txstore.errors import AlreadyCommitted, Conflict, NotNewest, NotResumed, StoreReplaced, TxStoreError
+from txstore.dcp import StorageWriter
+from txstore.errors import (
+    AlreadyCommitted,
+    Conflict,
+    NotNewest,
+    NotResumed,
+    StoreFullError,
+    StoreReplaced,
+    TxStoreError,
+)
 from txstore.registry import open_store
+from txstore.retry import RetryPolicy
+from txstore.root import ensure_store
 from txstore.slot_walk import claim_abort
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.resume import ResumeOptions
-from txstore.transaction import ensure_store
+
+WORLD = 4
 
 
 def at(step: int, seed: int = 3) -> Run:
@@ -80,7 +96,7 @@ def test_a_resume_that_was_refused_is_none(store_url: str) -> None:
 
 def test_a_record_that_cannot_be_read_may_be_a_checkpoint(store_url: str) -> None:
     saved(store_url, 6)
-    path = Path(store_url.removeprefix("file://"), "commits", "step-6.0.json")
+    path = root_of(store_url) / "commits" / "step-6.0.json"
     path.unlink()
     path.write_bytes(b"{")
     with Checkpointer(store_url, at(2).state) as saves, pytest.raises(NotResumed, match="step-6"):
@@ -155,7 +171,7 @@ def test_a_run_that_counts_back_without_a_resume_is_refused(store_url: str) -> N
 def test_a_run_that_fell_back_may_save_below_what_is_damaged(store_url: str) -> None:
     """The next resume does not take the damaged one either: it says so, or passes over it again."""
     saved(store_url, 4, 6)
-    (manifest,) = Path(store_url.removeprefix("file://"), "data", "step-6").rglob("manifest.json")
+    (manifest,) = (root_of(store_url) / "data" / "step-6").rglob("manifest.json")
     manifest.unlink()
     run = at(0)
     with Checkpointer(store_url, run.state) as saves:
@@ -209,12 +225,127 @@ def test_a_store_that_is_gone_or_another_one_after_the_resume_is_not_saved_to(
     store = FaultyStore(store_url)
     with Checkpointer(store, run.state) as saves:
         saves.resume()
-        shutil.rmtree(store_url.removeprefix("file://"))
+        remove(store_url)
         if then:
             saved(store_url, *then)
         with pytest.raises(StoreReplaced, match="step-4, from which this run goes on, is gone"):
             saves.save()
     assert written(store) == []
+
+
+def root_of(url: str) -> Path:
+    return Path(url.removeprefix("file://"))
+
+
+def remove(url: str) -> None:
+    shutil.rmtree(root_of(url))
+
+
+def empty(url: str) -> None:
+    remove(url)
+    root_of(url).mkdir()
+
+
+def unmark(url: str) -> None:
+    (root_of(url) / "txstore.json").unlink()
+
+
+def lose_commits(url: str) -> None:
+    shutil.rmtree(root_of(url) / "commits")
+
+
+def replace(url: str) -> None:
+    """By another run's, with the same names."""
+    remove(url)
+    saved(url, 1)
+
+
+@pytest.mark.parametrize("harm", [remove, empty, unmark, lose_commits, replace])
+def test_a_store_that_goes_away_between_saves_is_not_made_anew(harm: Any, store_url: str) -> None:
+    run = at(1)
+    store = FaultyStore(store_url)
+    with Checkpointer(store, run.state) as saves:
+        saves.save()
+        saves.wait()
+        harm(store_url)
+        before = sorted(path for path in root_of(store_url).rglob("*") if path.is_file())
+        made = len(written(store))
+        for step in (2, 3):  # and it stays so
+            run.state.progress.global_step = step
+            handle = saves.save()
+            with pytest.raises(StoreReplaced, match=r"was deleted, emptied or replaced while this writer used it"):
+                saves.wait()
+            assert isinstance(handle.committed.exception(), StoreReplaced)
+    assert written(store)[made:] == []
+    assert sorted(path for path in root_of(store_url).rglob("*") if path.is_file()) == before
+
+
+def test_a_store_that_goes_away_before_its_first_commit_is_not_made_anew(store_url: str) -> None:
+    run = at(1)
+    store = FaultyStore(store_url, Fault(Raise("full"), "put", ".safetensors"))
+    with Checkpointer(store, run.state, retry=RetryPolicy(attempts=1)) as saves:
+        saves.save()
+        with pytest.raises(StoreFullError):
+            saves.wait()
+        remove(store_url)
+        saves.save()
+        with pytest.raises(StoreReplaced, match=r"format document is gone: key='txstore\.json'"):
+            saves.wait()
+    assert not root_of(store_url).exists()
+
+
+def test_a_store_that_goes_away_in_the_middle_of_a_save_gets_no_commit(store_url: str) -> None:
+    """The shard that is written afterwards lies there: without a look the commit would stand in a store without a root."""
+
+    def gone(store: Any, key: str, call: Any) -> Any:
+        remove(store_url)
+        return call()
+
+    with Checkpointer(FaultyStore(store_url, Fault(gone, "put", ".safetensors")), at(1).state) as saves:
+        saves.save()
+        with pytest.raises(StoreReplaced):
+            saves.wait()
+    assert not (root_of(store_url) / "commits").exists()
+
+
+def test_what_was_resumed_must_be_in_the_store_that_is_saved_to(store_url: str) -> None:
+    saved(store_url, 4)
+    run = at(0)
+    with Checkpointer(store_url, run.state) as saves:
+        saves.resume(ResumeOptions(checkpoint="step-4"))
+        remove(store_url)
+        saved(store_url, 4)
+        run.state.progress.global_step = 5
+        saves.save()
+        with pytest.raises(StoreReplaced, match=r"the decision step-4\.0 is now that of"):
+            saves.wait()
+    assert committed(store_url) == ["step-4"]
+
+
+def test_a_damaged_record_does_not_stop_the_saves(store_url: str) -> None:
+    run = at(1)
+    with Checkpointer(store_url, run.state) as saves:
+        saves.save()
+        saves.wait()
+        path = root_of(store_url) / "commits" / "step-1.0.json"
+        path.unlink()
+        path.write_bytes(b"{")
+        run.state.progress.global_step = 2
+        saves.save()
+        assert [decision.checkpoint for decision in saves.wait()] == ["step-2"]
+
+
+def test_a_plain_writer_knows_its_store_too(store_url: str) -> None:
+    writer = StorageWriter(store_url)
+    state = {"x": torch.ones(3)}
+    dcp.save(state, storage_writer=writer, checkpoint_id="step-1", no_dist=True)
+    dcp.save(state, storage_writer=pickle.loads(pickle.dumps(writer)), checkpoint_id="step-2", no_dist=True)
+    remove(store_url)
+    for one in (writer, pickle.loads(pickle.dumps(writer))):
+        with pytest.raises(CheckpointException, match="StoreReplaced"):
+            dcp.save(state, storage_writer=one, checkpoint_id="step-3", no_dist=True)
+    assert not root_of(store_url).exists()
+    dcp.save(state, storage_writer=StorageWriter(store_url), checkpoint_id="step-3", no_dist=True)
 
 
 # ranks
@@ -230,9 +361,28 @@ def saved_together(me: Rank, url: str) -> None:
     saved(url, 6)
 
 
-def test_all_ranks_are_refused_alike_and_only_the_coordinator_looks(pools: Pools, store_url: str) -> None:
-    with pools.fresh(2) as pool:
-        pool.run(2, saved_together, store_url)
-        found = pool.run(2, forgetful, store_url)
-    assert found == [found[0]] * 2
+def test_all_ranks_are_refused_alike_and_only_the_coordinator_looks(pool: Pool, store_url: str) -> None:
+    pool.run(WORLD, saved_together, store_url)
+    found = pool.run(WORLD, forgetful, store_url)
+    assert found == [found[0]] * WORLD
     assert found[0][2] == 0
+
+
+def losing_the_store(me: Rank, url: str) -> Any:
+    run = at(1)
+    with Checkpointer(url, run.state) as saves:
+        saves.save()
+        saves.wait()
+        if me.rank == 0:
+            remove(url)
+        run.state.progress.global_step = 2
+        saves.save()
+        with pytest.raises(StoreReplaced) as raised:
+            saves.wait()
+    return str(raised.value), raised.value.rank
+
+
+def test_a_store_that_goes_away_is_the_same_error_on_all_ranks(pool: Pool, store_url: str) -> None:
+    found = pool.run(WORLD, losing_the_store, store_url)
+    assert found == [found[0]] * WORLD
+    assert not root_of(store_url).exists()

@@ -15,12 +15,13 @@ from txstore.errors import (
 from txstore.keys import decision_key, retired_key
 from txstore.manifest import Decision, FileRef, Tombstone, Totals, encode, seal
 from txstore.memory import MemoryStore
+from txstore.root import ensure_store
 from txstore.slot_walk import resolve
 from txstore.store import BytesSource
 from txstore.sweep import retire, sweep
 from txstore.testing.faults import FaultyStore
 from txstore.testing.saves import load, save
-from txstore.transaction import begin, ensure_store
+from txstore.transaction import begin
 
 
 @pytest.fixture

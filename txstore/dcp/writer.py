@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import txstore
+from txstore.dcp.attempts import Attempts
 from txstore.dcp.boundary import asked_name, at_boundary, connect
 from txstore.dcp.carrier import Carrier, arrived, with_carrier
 from txstore.dcp.items import lay_out, refuse_early, write_files
@@ -34,9 +35,10 @@ from txstore.dcp.staged import Staged, refused, take_refusal
 from txstore.errors import ConfigError, PlanMismatch, SaveError, TransactionStateError, TxStoreError, describe
 from txstore.manifest import Decision, Description, checked_description
 from txstore.retry import RetryPolicy
+from txstore.root import KnownStore
 from txstore.shards.layout import SHARD_BYTES
 from txstore.store import Store
-from txstore.transaction import Transaction, Visibility, begin
+from txstore.transaction import Transaction, Visibility
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ class _Save:
 Phase = Literal["plan", "write", "written", "commit"]
 """Where a rank's save is: ``written`` when its shards are durable, ``commit`` on the coordinator alone."""
 
-_NOT_CARRIED = frozenset({"_lock", "_saves", "_begun", "_abandoned", "buffers", "on_phase"})
+_NOT_CARRIED = frozenset({"_saves", "_attempts", "buffers", "on_phase"})
 """What belongs to saves in progress and stays in its process."""
 
 
@@ -78,7 +80,8 @@ class StorageWriter(DcpStorageWriter):
         options: Passed to the backend.
 
     Raises (from the save, inside DCP's `CheckpointException`, the same on all ranks):
-        AlreadyCommitted, Conflict, CommitUnknown, PlanMismatch, UnsupportedValue, IntegrityError, StoreError;
+        AlreadyCommitted, Conflict, CommitUnknown, StoreReplaced, PlanMismatch, UnsupportedValue, IntegrityError,
+        StoreError;
         from `dcp.async_save` also SnapshotInUse and SnapshotTooLarge.
     """
 
@@ -114,16 +117,15 @@ class StorageWriter(DcpStorageWriter):
         self._threads = threads
         self._visibility = visibility
         self._options = options
+        self._known = KnownStore()
         self._start_fresh()
         if buffers is not None:
             self.buffers = buffers
 
     def _start_fresh(self) -> None:
         self.buffers = SnapshotBuffers()
-        self._lock = threading.Lock()
         self._saves = threading.local()
-        self._begun: list[tuple[threading.Thread, Transaction]] = []
-        self._abandoned = False
+        self._attempts = Attempts(self.store, self._known)
 
     def __getstate__(self) -> dict[str, Any]:
         # async_save in PROCESS mode sends the writer to another process: no save in progress travels, and no buffer.
@@ -203,6 +205,7 @@ class StorageWriter(DcpStorageWriter):
     @at_boundary(SaveError)
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - DCP's signature
         """Learn the rank. A save without collectives has no coordinator and cannot commit."""
+        self._attempts.forget_decided()
         self._tell("plan", 0)
         save = self._save
         save.rank = kwargs.get("rank", 0)
@@ -239,35 +242,31 @@ class StorageWriter(DcpStorageWriter):
                 key=save.checkpoint,
                 next_step="end all saves before torch.distributed is destroyed",
             )
-        self._abort_unfinished()
-        save.transaction = begin(self.store, save.checkpoint, world_size=len(plans), overwrite=self.overwrite)
-        with self._lock:
-            self._begun.append((threading.current_thread(), save.transaction))
-            abandoned = self._abandoned
-        if abandoned:
-            self.abandon()
-            raise TransactionStateError("this writer was abandoned", key=save.checkpoint)
+        save.transaction = self._attempts.begin(save.checkpoint, len(plans), overwrite=self.overwrite)
         # A caching planner sends an empty, unusable plan when nothing changed: its items are not known here.
         save.planned = [items_of(item.index for item in plan.items) if plan.usable else None for plan in plans]
         carrier = Carrier(save.transaction.ticket)
         arrived.ticket = carrier.ticket  # without a process group nothing is pickled
         return [with_carrier(plan, carrier) for plan in plans]
 
-    def _abort_unfinished(self) -> None:
-        """Settle attempts of this writer whose save ended without `finish`, so that they can never commit.
+    def know(self, decision: Decision) -> None:
+        """The store holds this commit: a save that does not find it there fails with `StoreReplaced`."""
+        self._known.see(decision)
 
-        Only attempts whose thread is this one or has ended: another thread's save may be in progress.
+    def give_up(self) -> dict[str, Decision | None]:
+        """Stop, from any thread and on any rank, all that is not decided, without a request to the store.
+
+        For saves that are stuck: the thread that runs one may wake up long after everybody has given it up. A rank
+        whose shards are not written yet reports none from now on, so nobody can commit them.
+
+        Returns:
+            On the coordinator, by checkpoint, the attempts whose decision was sent already: the decision, or None if
+            its fate is not known. Nothing else commits any more, and nothing more begins.
         """
-        with self._lock:
-            mine = [t for thread, t in self._begun if thread is threading.current_thread() or not thread.is_alive()]
-        for transaction in mine:
-            transaction.abort()
-            self._forget(transaction)
+        return self._attempts.give_up()
 
     def abandon(self) -> list[Decision]:
-        """Settle, from any thread, all that this writer has begun: none of it commits later, and nothing more begins.
-
-        For saves that are stuck: the thread that runs one may wake up long after everybody has given it up.
+        """As `give_up`, and settle in the store all that this writer has begun, so that its space can be swept.
 
         Returns:
             What settled each: normally an abort; the commit, if that turns out to stand.
@@ -275,21 +274,11 @@ class StorageWriter(DcpStorageWriter):
         Raises:
             CommitUnknown: No answer could be had from the store.
         """
-        with self._lock:
-            self._abandoned = True
-            begun = [transaction for _, transaction in self._begun]
-        settled = [transaction.abort() for transaction in begun]
-        for transaction in begun:
-            self._forget(transaction)
-        return settled
+        return self._attempts.abandon()
 
     def _tell(self, phase: Phase, nbytes: int) -> None:
         if self.on_phase is not None:
             self.on_phase(phase, nbytes)
-
-    def _forget(self, transaction: Transaction) -> None:
-        with self._lock:
-            self._begun = [(thread, t) for thread, t in self._begun if t is not transaction]
 
     @at_boundary(SaveError)
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -312,6 +301,7 @@ class StorageWriter(DcpStorageWriter):
         laid = lay_out(plan.items, planner, self._shard_bytes, self._threads)
         results = write_files(self.store, ticket, save.rank, laid, threads=self._threads)
         self._tell("written", sum(result.size_in_bytes for result in results))
+        self._attempts.hand_over()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -326,6 +316,8 @@ class StorageWriter(DcpStorageWriter):
         placed = match(transaction.ticket, save.planned, results)
         index, shards = build_index(metadata, placed)
         self._tell("commit", sum(shard.size for shard in shards))
+        # Once more: a store that was deleted meanwhile would get a commit that nobody can read.
+        self._known.check(self.store)
         save.decision = transaction.commit(
             shards,
             index,
@@ -333,7 +325,7 @@ class StorageWriter(DcpStorageWriter):
             description=self.description,
             visibility=self._visibility,
         )
-        self._forget(transaction)
+        self._known.see(save.decision)
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = Locations(index, list(metadata.state_dict_metadata))
 

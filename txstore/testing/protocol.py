@@ -13,7 +13,7 @@ from itertools import count
 from types import SimpleNamespace
 from unittest import mock
 
-from txstore import slot_walk, transaction
+from txstore import root, slot_walk, transaction
 from txstore.catalog import find, newest
 from txstore.checksum import crc32c
 from txstore.decisions import gone, read_index, read_manifest
@@ -211,7 +211,7 @@ def standing(*names: str, newer: bool = False) -> dict[str, bytes]:
     """What a store holds in which these writers saved `CHECKPOINT` in turn; `newer` adds a `NEWER` one."""
     store = MemoryStore()
     checkpoints = [(name, CHECKPOINT) for name in names] + ([("n", NEWER)] if newer else [])
-    transaction.ensure_store(store)
+    root.ensure_store(store)
     for name, checkpoint in checkpoints:
         with deterministic(name), mock.patch(f"{__name__}.CHECKPOINT", checkpoint):
             assert save(store, name, overwrite=True)[0] == "committed"

@@ -248,6 +248,8 @@ class Checkpointer:
         passed_over = tuple(one.checkpoint for one in report.fell_back)
         origin = Origin(resume.decision, options.checkpoint is not None, passed_over)
         self._lineage.resumed(origin, self.state.progress.recorded())
+        if resume.decision is not None:
+            self._writer.know(resume.decision)
         if not report.fresh:
             self.description = replace(self.description, accepted=tuple(report.accepted))
             self._proof = ProofWatch(report, tuple(self.state.history), self._proof_policy, self.state.expected_batch)
