@@ -59,4 +59,7 @@ def test_fields_and_names_to_accept_are_those_of_the_code() -> None:
         "fingerprint:tokenizer",
         "topology:zero",
         "optimizer:layout",
+        "buffers",
+        "scheduler:0:functions",
+        "extra:ema:class",
     }

@@ -130,21 +130,44 @@ def test_a_loader_that_snapshots_seldom_is_at_the_right_batch(store_url: str) ->
     assert other.run(5) == wanted
 
 
+ORDER = torch.utils.data.RandomSampler
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch_size": 3}, "batch_size is 3, 4 was saved"),
-        ({"num_workers": 1}, "num_workers is 1, 0 was saved"),
-        ({"drop_last": True}, "drop_last is True, False was saved"),
+        ({"batch_size": 3}, "batch_size: saved 4, now 3"),
+        ({"num_workers": 1}, "num_workers: saved 0, now 1"),
+        ({"drop_last": True}, "drop_last: saved False, now True"),
+        ({"shuffle": False}, r"sampler: saved RandomSampler\(replacement=False\), now SequentialSampler\(\)"),
+        ({"shuffle": None, "sampler": ORDER(range(24), replacement=True)}, r"sampler: .*, now .*replacement=True"),
+        ({"dataset": list(range(23))}, "samples: saved 24, now 23"),
+        ({"dataset": list(range(25))}, "samples: saved 24, now 25"),
     ],
 )
 def test_settings_that_change_what_a_cursor_means_are_told_by_name(
     options: dict[str, Any], text: str, store_url: str
 ) -> None:
-    save(Loop("map", 0).state, store_url, 0)
-    loader = StatefulDataLoader(list(range(24)), **{"batch_size": 4, **options})
-    with pytest.raises(StateMismatch, match=text):
-        resume(TrainState(nn.Linear(1, 1), data=loader), store_url)
+    def state(**changed: Any) -> TrainState:
+        loader = StatefulDataLoader(**{"dataset": list(range(24)), "batch_size": 4, "shuffle": True, **changed})
+        return TrainState(nn.Linear(1, 1), data={"train": loader})
+
+    save(state(), store_url, 0)
+    with pytest.raises(StateMismatch, match=f"data 'train' {text}") as caught:
+        resume(state(**options), store_url)
+    assert str(caught.value).count(": saved ") == 1, "and nothing else is"
+    assert "fresh={'data'}" in str(caught.value)
+    resume(state(), store_url)
+
+
+def test_data_that_grew_under_its_loader_is_told(store_url: str) -> None:
+    """A sampler draws an order of as many samples as there are: of more, another order."""
+    samples = list(range(24))
+    state = TrainState(nn.Linear(1, 1), data=StatefulDataLoader(samples, batch_size=4))
+    samples += range(24, 30)
+    save(state, store_url, 0)
+    with pytest.raises(StateMismatch, match="samples: saved 30, now 24"):
+        resume(TrainState(nn.Linear(1, 1), data=StatefulDataLoader(samples[:24], batch_size=4)), store_url)
 
 
 class Lacking(StatefulDataLoader):
@@ -170,12 +193,27 @@ def test_an_incomplete_state_is_refused_at_the_save() -> None:
 
 
 def test_a_loader_that_stays_at_the_beginning_is_found(store_url: str) -> None:
-    loop = Loop("map", 0)
-    loop.run(2)
-    save(loop.state, store_url, 2)
-    other = TrainState(nn.Linear(1, 1), data=Standing(list(range(24)), batch_size=4))
+    loader = Standing(list(range(24)), batch_size=4)
+    state = TrainState(nn.Linear(1, 1), data=loader)
+    batches = iter(loader)
+    next(batches)
+    save(state, store_url, 2)
     with pytest.raises(StateMismatch, match="stands at batch 0"):
+        resume(TrainState(nn.Linear(1, 1), data=Standing(list(range(24)), batch_size=4)), store_url)
+
+
+def test_another_class_of_loader_is_told_and_may_be_meant(store_url: str) -> None:
+    state = TrainState(nn.Linear(1, 1), data=StatefulDataLoader(list(range(24)), batch_size=4))
+    save(state, store_url, 2)
+
+    class Own(StatefulDataLoader):
+        """A subclass."""
+
+    other = TrainState(nn.Linear(1, 1), data=Own(list(range(24)), batch_size=4))
+    with pytest.raises(StateMismatch, match=r"class: saved torchdata.*, now .*Own .*accept=\{'data:0:class'\}"):
         resume(other, store_url)
+    applied = resume(other, store_url, accept={"data:0:class"})
+    assert applied.restored["data"] == {"restored": ["0"]}
 
 
 def test_objects_that_do_not_know_what_was_consumed_are_refused() -> None:

@@ -26,6 +26,7 @@ from txstore.train.rng import capture_streams, restore_streams
 from txstore.train.state import TrainState
 
 SAMPLES, BATCH, WINDOW = 40, 4, 2
+FROZEN_AT = 20  # samples
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +61,19 @@ class Average:
         self.updates = state["updates"]
 
 
+class Gate(nn.Module):
+    """Remembers the last inputs in a buffer that no state dict holds, and scales by a table that it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("recent", torch.zeros(3), persistent=False)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.recent.lerp_(x.detach().mean(dim=0), 0.5)
+        return x * self.table + self.recent
+
+
 class Everything:
     """A training whose every step depends on every kind of state."""
 
@@ -67,7 +81,9 @@ class Everything:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        self.module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.module = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3), nn.BatchNorm1d(3), Gate()
+        )
         self.module[0].bias.requires_grad_(False)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         groups = [{"params": trained[:2], "betas": (0.8, 0.95)}, {"params": trained[2:], "weight_decay": 0.1}]
@@ -91,6 +107,8 @@ class Everything:
         self._batches: Iterator[list[int]] = iter(())
 
     def micro_step(self) -> dict[str, Any]:
+        if self.progress.consumed_samples == FROZEN_AT:
+            self.module[4].eval()  # frozen once, in the middle of the run: a resumed one does not come by here
         indices = next(self._batches, None)
         if indices is None:
             self._batches = iter(self.sampler)
@@ -199,6 +217,14 @@ def buffers(run: Everything) -> None:
 
 def a_buffer(run: Everything) -> None:
     run.module[1].num_batches_tracked.zero_()
+
+
+def unseen_buffer(run: Everything) -> None:
+    run.module[5].recent.zero_()
+
+
+def modes(run: Everything) -> None:
+    run.module.train()
 
 
 def moment(name: str) -> Callable[[Everything], None]:
@@ -310,6 +336,8 @@ ROWS = [
     Row("bias of the last layer", "model", fresh_tensor(5), told("parameters")),
     Row("all buffers", "model", buffers, told("shards and buffers")),
     Row("one buffer", "model", a_buffer, told("shards and buffers")),
+    Row("a buffer that no state dict holds", "model", unseen_buffer, told("buffers outside state dicts")),
+    Row("which modules are frozen in evaluation mode", "model", modes, told("modules in evaluation mode")),
     Row("frozen flags", "model", frozen, told("trained parameters")),
     Row("first moments", "optimizer", moment("exp_avg"), told("moments")),
     Row("second moments", "optimizer", moment("exp_avg_sq"), told("moments")),

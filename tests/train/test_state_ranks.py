@@ -113,8 +113,64 @@ def test_every_rank_goes_on_as_if_nothing_had_happened(kind: str, pool: Pool, st
         own = [[one[1:] for one in losses] for losses, _, _ in untouched]
         assert own[0] != own[1], "each rank draws its own numbers"
     if kind == "fsdp":
-        assert "python.shared.extras.ema['0.weight']" in untouched[1][1]
+        assert "python.shared.extras.ema.state['0.weight']" in untouched[1][1]
         assert "buffers.rank-1.1.running_mean" in untouched[1][1]
+
+
+class Queue(nn.Module):
+    """A queue that no state dict holds, a table that the code computes, and a cache that the first batch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(3), persistent=False)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("cache", None, persistent=False)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache is None:
+            self.cache = x.detach()[:1].clone()
+        self.queue = torch.roll(self.queue, 1)
+        self.queue[0] = x.detach().mean()
+        return self.norm(x) + self.table + self.cache + self.queue.sum()
+
+
+def queues(rank: Rank, url: str, resumed: bool) -> Any:
+    """Under DDP without broadcasts every rank has buffers of its own."""
+    torch.manual_seed(1)
+    inner = Queue()
+    module = nn.parallel.DistributedDataParallel(inner, process_group=rank.group, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = TrainState(module, optimizer)
+    torch.manual_seed(7 + rank.rank)
+
+    def step() -> float:
+        loss = module(torch.randn(5, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    if resumed:
+        torch.manual_seed(0)
+        resume(state, url, rank.rank, rank.world, rank.group)
+    else:
+        for _ in range(2):
+            step()
+        inner.norm.eval()
+        save(state, url, 1, rank.rank, rank.world, process_group=rank.group)
+    values = [step() for _ in range(3)]
+    keys = {key for key in state.capture(rank.rank, rank.world).state if key.startswith("temporary.")}
+    return values, inner.queue.tolist(), inner.norm.training, inner.norm.running_mean.tolist(), keys
+
+
+def test_buffers_of_each_rank_come_back_whether_a_state_dict_holds_them_or_not(pool: Pool, store_url: str) -> None:
+    saved = pool.run(2, queues, store_url, False)
+    assert pool.run(2, queues, store_url, True) == saved
+    assert saved[0][1] != saved[1][1], "each rank has its own"
+    assert saved[0][3] != saved[1][3], "these too"
+    assert saved[1][2] is False, "a module that was frozen in the middle of the run"
+    assert [one[4] for one in saved] == [{f"temporary.rank-{r}.queue", f"temporary.rank-{r}.cache"} for r in (0, 1)]
 
 
 def draws(rank: Rank, url: str, resumed: bool) -> Any:
@@ -180,7 +236,7 @@ def test_another_number_of_ranks_loads_every_shard(pool: Pool, store_url: str) -
     assert set(saved[0]) >= {
         "optimizer.0.state.0.weight.exp_avg",
         "model.0.weight",
-        "python.shared.extras.ema['0.weight']",
+        "python.shared.extras.ema.state['0.weight']",
     }
 
 
@@ -234,10 +290,10 @@ def after_evaluation(rank: Rank, url: str) -> Any:
     """A forward pass without a backward one leaves FSDP2's root gathered, and its optimizer holds the shards."""
     module, optimizer, state = build(rank, "fsdp")
     step(module, optimizer, state)
-    before = state.optimizer_layout(), bits(state, rank)
     module.eval()
+    before = state.pieces["optimizer"].layouts(), bits(state, rank)
     module(torch.ones(3, 4))
-    layout = state.optimizer_layout()
+    layout = state.pieces["optimizer"].layouts()
     module(torch.ones(3, 4))
     captured = bits(state, rank)
     module(torch.ones(3, 4))

@@ -21,6 +21,7 @@ Kind = Literal[
     "dtype",
     "shape",
     "migrated_key",
+    "state",
 ]
 """What differs:
 
@@ -32,7 +33,8 @@ Kind = Literal[
 * ``missing_key``: today's state needs it, the checkpoint lacks it;
 * ``unexpected_key``: the checkpoint holds it, today's state has no place for it;
 * ``dtype``, ``shape``: of a tensor that both have;
-* ``migrated_key``: what a migration does about a key.
+* ``migrated_key``: what a migration does about a key;
+* ``state``: what the code makes of a piece of training state: a class, a function, a setting, a buffer.
 """
 
 Verdict = Literal["blocked", "allowed", "accepted", "noted"]
@@ -50,7 +52,7 @@ REPORTED = frozenset({CODE_VERSION, PACKAGES})
 ACCEPTABLE = frozenset({TRAINING_CONFIG, *REPORTED})
 """Fingerprints whose change may be accepted by name. All others, unknown names included, need a migration."""
 
-_PREFIXES = ("fingerprint:", "topology:", "optimizer:", "setting:")
+_PREFIXES = ("fingerprint:", "topology:", "optimizer:", "setting:", "scheduler:", "scaler:", "data:", "extra:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,12 @@ class Difference:
         }
 
 
-_ABSENT: Mapping[Kind, str] = {"missing_key": "nothing", "unexpected_key": "nothing", "migrated_key": "nothing"}
+_ABSENT: Mapping[Kind, str] = {
+    "missing_key": "nothing",
+    "unexpected_key": "nothing",
+    "migrated_key": "nothing",
+    "state": "nothing",
+}
 
 
 def accept_step(name: str) -> str:

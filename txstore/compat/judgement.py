@@ -135,6 +135,7 @@ def judge(
     required: Collection[str] = (),
     saved_layouts: Sequence[OptimizerLayout] | None = None,
     today_layouts: Sequence[OptimizerLayout] | None = None,
+    others: Iterable[Difference] = (),
 ) -> Judgement:
     """Compare a checkpoint with today's run. Pure: nothing is opened, nothing is loaded.
 
@@ -151,6 +152,7 @@ def judge(
         required: Fingerprints that must be known on both sides and equal.
         saved_layouts: Of the checkpoint's optimizers; None if they are not known.
         today_layouts: Of today's optimizers; None if they are not compared.
+        others: Differences that the pieces of state have found themselves.
 
     Raises:
         ConfigError: A migration is unknown or broken, or a string was given for a collection.
@@ -160,6 +162,7 @@ def judge(
     facts = [
         *compare_settings(saved.settings, today.settings),
         *compare_fingerprints(saved.fingerprints, today.fingerprints, required),
+        *others,
     ]
     layouts = compare_layouts(saved_layouts, today_layouts)
     migrated = migrate(chosen, saved_keys, today_keys, _open([*facts, *layouts], accept))

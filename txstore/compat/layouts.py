@@ -91,12 +91,15 @@ def _optimizer(name: str, saved: str, now: str) -> Difference:
         saved,
         now,
         change_class=3,
-        next_step="a migration with optimizers=True, or the one that saved",
+        next_step="the one that saved, a migration with optimizers=True, or begin it anew: fresh={'optimizer'}",
     )
 
 
 def _parameter(name: str, saved: str | None, now: str | None) -> Difference:
-    step = "build the parameter groups in the saved order, or a migration that covers this parameter"
+    step = (
+        "build the parameter groups in the saved order, a migration that covers this parameter, "
+        "or begin the optimizer anew: fresh={'optimizer'}"
+    )
     return Difference("parameter", name, saved, now, change_class=3, next_step=step)
 
 

@@ -29,6 +29,7 @@ from txstore.manifest import Decision, Description
 from txstore.retry import RetryPolicy
 from txstore.store import Store
 from txstore.train import exit_guard
+from txstore.train.captured import Captured
 from txstore.train.choice import examine
 from txstore.train.exchange import Exchange, raise_first, typed
 from txstore.train.history import StepRecord
@@ -40,7 +41,7 @@ from txstore.train.proof_watch import ProofWatch
 from txstore.train.report import ResumeReport
 from txstore.train.resume import Resume, ResumeOptions
 from txstore.train.saves import BackgroundSaves, Request, SaveHandle
-from txstore.train.state import Captured, TrainState
+from txstore.train.state import TrainState
 from txstore.train.telling import Teller
 
 log = logging.getLogger(__name__)

@@ -6,19 +6,20 @@ their number may change. Both count what training has consumed, and not what was
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from txstore.checksum import crc32c
 from txstore.errors import ConfigError, StateMismatch, UnsupportedValue
-from txstore.train.piece import Loaded
 from txstore.train.progress import TrainProgress
 from txstore.train.stateful import Scoped, StatefulPiece, scoped
 
 _SETTINGS = ("num_workers", "batch_size", "drop_last")
+_ORDER = ("batch_size", "drop_last", "num_replicas", "replacement", "seed", "shuffle")
+"""Attributes of samplers that say which order they draw. Epochs and cursors move: they are state."""
 _ORDER_CHECKED = 1024
 
 
@@ -167,7 +168,7 @@ class CursorPiece(StatefulPiece):
         super().__init__("data", named, verify=False)
 
     def state_of(self, name: str) -> Any:
-        """The state of one loader, with the settings that change what it means.
+        """The state of one loader.
 
         Raises:
             UnsupportedValue: The state lacks some of the loader's workers.
@@ -175,21 +176,20 @@ class CursorPiece(StatefulPiece):
         item = self._items[name].item
         state = item.state_dict()
         _refuse_incomplete(name, item, state)
-        return {"state": state, "settings": _settings(item)}
+        return state
 
-    def problems(self, loaded: Loaded) -> list[str]:
-        """As for all objects; and settings under which the cursor means something else."""
-        problems = super().problems(loaded)
-        for name, one in self._items.items():
-            saved = (loaded.shared if one.is_shared else loaded.own or {}).get(name)
-            if saved is not None:
-                now = _settings(one.item)
-                problems += [
-                    f"data {name!r}: {field} is {now.get(field)}, {value} was saved"
-                    for field, value in saved["settings"].items()
-                    if now.get(field) != value
-                ]
-        return problems
+    def facts(self, item: Any) -> dict[str, str]:
+        """Its class, and of a loader what gives its cursor its meaning: how much it reads at once, in whose order."""
+        facts = super().facts(item)
+        return {**facts, **_facts_of_loader(item)} if _is_stateful_loader(item) else facts
+
+    def facts_now(self, name: str) -> dict[str, str]:
+        """Also how many samples there are: data may grow under a loader."""
+        dataset = getattr(self._items[name].item, "dataset", None)
+        # A dataset that iterates may tell any length, and another one as it goes.
+        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+            return super().facts_now(name)
+        return {**super().facts_now(name), "samples": str(len(dataset))}
 
     def give(self, name: str, state: Any) -> None:
         """Give a loader its state, and let it take it now.
@@ -198,10 +198,10 @@ class CursorPiece(StatefulPiece):
         been restored: a resumed run would be one draw ahead. So it makes its iterator here.
         """
         item = self._items[name].item
-        item.load_state_dict(state["state"])
+        item.load_state_dict(state)
         if _is_stateful_loader(item):
             there = _batches_given(item.state_dict())
-            if there != _batches_given(state["state"]):
+            if there != _batches_given(state):
                 raise StateMismatch(
                     f"data {name!r} stands at batch {there} after it took its state", key=f"data.{name}"
                 )
@@ -222,10 +222,19 @@ def _batches_given(state: Mapping[str, Any]) -> int:
     return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
 
 
-def _settings(item: Any) -> dict[str, Any]:
-    if not _is_stateful_loader(item):
-        return {}
-    return {name: getattr(item, name) for name in _SETTINGS}
+def _facts_of_loader(item: Any) -> dict[str, str]:
+    """By name, as text."""
+    facts = {name: str(getattr(item, name)) for name in _SETTINGS}
+    # A batch sampler that the loader has made itself says nothing that the loader does not.
+    places = ("sampler",) if item.batch_size is not None else ("sampler", "batch_sampler")
+    for place in places:
+        sampler = getattr(item, place, None)
+        if sampler is not None:
+            named = {name: getattr(sampler, name, None) for name in _ORDER}
+            settings = ", ".join(f"{name}={value}" for name, value in named.items() if isinstance(value, int))
+            # Not the module: torchdata puts its own class of the same name in torch's place.
+            facts[place] = f"{type(sampler).__qualname__}({settings})"
+    return facts
 
 
 def _refuse_unknowing(name: str, item: Any) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from txstore.compat.differences import Difference
 from txstore.errors import UnsupportedValue
 from txstore.train.names import Models
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
@@ -89,6 +90,10 @@ class GradientsPiece:
             elif kind != "none" and isinstance(parameters[fqn], DTensor) != (kind == "sharded"):
                 problems.append(f"{fqn!r} is sharded on one side only")
         return problems
+
+    def differences(self, loaded: Loaded) -> list[Difference]:  # noqa: ARG002 - the signature of a piece
+        """None that may be meant."""
+        return []
 
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
         """Set every gradient as it was saved: absent ones are None."""

@@ -70,12 +70,34 @@ def is_plain_class(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN
 
 
+def check_exact(tensor: torch.Tensor, path: str) -> None:
+    """Refuse a tensor that would not come back as it is.
+
+    Raises:
+        UnsupportedValue: It is no plain memory, or a view whose flags would be lost; says what to save instead.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    problems = (
+        (local.is_nested, "nested", "save its unbind(), a list of tensors"),
+        (local.layout != torch.strided, f"of layout {str(local.layout).removeprefix('torch.')}", "save its to_dense()"),
+        (local.is_quantized, "quantized", "save its int_repr(), scale and zero point"),
+        (local.device.type == "meta", "on the meta device: it has no data", "give it data, or leave it out"),
+        (local.layout == torch.strided and local.is_conj(), "a lazy conjugate", "save its resolve_conj()"),
+        (local.layout == torch.strided and local.is_neg(), "a lazy negative", "save its resolve_neg()"),
+    )
+    for is_so, what, hint in problems:
+        if is_so:
+            raise UnsupportedValue(f"{path!r} is a tensor that is {what}", key=path, next_step=hint)
+
+
 def describe(tensor: torch.Tensor, path: str) -> LiftedTensor:
     """What must be known of a tensor to give it its place again.
 
     Raises:
-        UnsupportedValue: A pending sum (a `Partial` placement), whose value no rank has.
+        UnsupportedValue: It would not come back as it is, or is a pending sum (a `Partial` placement), whose value
+            no rank has.
     """
+    check_exact(tensor, path)
     placements = None
     if isinstance(tensor, DTensor):
         placements = tuple(_dim(placement, path) for placement in tensor.placements)

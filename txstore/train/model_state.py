@@ -2,34 +2,60 @@
 
 Parameters are equal on all ranks or sharded, so DCP keeps one copy of each. Plain buffers may differ by rank
 (running statistics under FSDP2, token counts), and DCP would keep an arbitrary rank's: rank 0's is saved as
-``model.<fqn>``, those of the others as ``buffers.rank-<r>.<fqn>``.
+``model.<fqn>``, those of the others as ``buffers.rank-<r>.<fqn>``. Buffers outside state dicts are in `temporary`.
+
+Modes (`train`, `eval`) are saved while a model trains, and restored: a module that was frozen in the middle of a run
+stays so.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from txstore.compat.differences import Difference
 from txstore.train.names import Models
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.temporary import PREFIX, TemporaryBuffers, keyed, others
 
 _OF_A_RANK = re.compile(r"buffers\.rank-([0-9]+)\.")
 _EXTRA = "_extra_state"
+_SHOWN = 5
 
 
 class ModelPiece:
-    """The piece of state that holds all models."""
+    """The piece of state that holds all models.
+
+    Attributes:
+        temporary: Their buffers that no state dict holds.
+    """
 
     def __init__(self, models: Models) -> None:
         self._models = models
+        self.temporary = TemporaryBuffers(models)
 
     def capture(self, place: Place) -> PieceState:
-        """References to all tensors; extra state of modules by value; which parameters are trained."""
+        """References to all tensors; extra state of modules by value; which parameters are trained, and how."""
+        tensors, extra = self._saved(place)
+        changed = self.temporary.changed()
+        own = {
+            "made": self.temporary.as_made(),
+            "changed": {fqn: tensor is not None for fqn, tensor in changed.items()},
+            "modes": self._models.modes(),
+        }
+        return PieceState(
+            shared={"extra": extra, "trained": self._trained()},
+            own=own,
+            tensors={**tensors, **keyed(changed, place)},
+        )
+
+    def _saved(self, place: Place) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What the modules save themselves: tensors by key, and extra state."""
         tensors, extra = {}, {}
         buffers = self._models.buffer_names()
         for fqn, value in self._models.state_dict().items():
@@ -37,7 +63,11 @@ class ModelPiece:
                 extra[fqn] = value
             else:
                 tensors[self._key(fqn, value, place, buffers)] = value
-        return PieceState(shared={"extra": extra, "trained": self._trained()}, tensors=tensors)
+        return tensors, extra
+
+    def table(self) -> dict[str, torch.Tensor]:
+        """The tensors of the models as rank 0 saves them, by key."""
+        return self._saved(Place(0, 1))[0]
 
     def _key(self, fqn: str, value: torch.Tensor, place: Place, buffers: set[str]) -> str:
         if fqn in buffers and place.rank and not isinstance(value, DTensor):
@@ -50,36 +80,70 @@ class ModelPiece:
     def targets(self, saved: SavedKeys, place: Place) -> Targets:
         """The live tensors. After a change of the world size every rank takes rank 0's buffers."""
         as_saved = place if place.world_size == saved.world_size else Place(0, saved.world_size)
-        tensors, problems = dict(self.capture(as_saved).tensors), []
+        (tensors, _), problems = self._saved(as_saved), []
         for key, live in tensors.items():
             found = saved.tensors.get(key)
             if found is None:
                 problems.append(f"{key!r} was not saved")
             else:
                 problems += fits(key, live, found)
-        others = frozenset(key for key in saved.tensors if _OF_A_RANK.match(key)) - tensors.keys()
-        return Targets(tensors, others, tuple(problems))
+        theirs = frozenset(key for key in saved.tensors if _OF_A_RANK.match(key)) - tensors.keys()
+        tensors |= self.temporary.targets(saved, as_saved)
+        return Targets(tensors, theirs | others(saved, as_saved), tuple(problems))
 
     def problems(self, loaded: Loaded) -> list[str]:
         """Other parameters are trained than were, or other modules have extra state."""
-        saved, now = loaded.shared, self.capture(loaded.place).shared
-        problems = []
+        saved, trained, extra = loaded.shared, self._trained(), self._saved(loaded.place)[1]
+        problems = self.temporary.problems(loaded.own["changed"])
         # Parameters that only one side has are judged by their keys, and may be a migration's.
-        both = saved["trained"].keys() & now["trained"].keys()
-        differing = sorted(fqn for fqn in both if saved["trained"][fqn] != now["trained"][fqn])
+        both = saved["trained"].keys() & trained.keys()
+        differing = sorted(fqn for fqn in both if saved["trained"][fqn] != trained[fqn])
         if differing:
             problems.append(f"other parameters require gradients than when it was saved: {differing[:5]}")
-        if saved["extra"].keys() != now["extra"].keys():
-            differing = sorted(saved["extra"].keys() ^ now["extra"].keys())
+        if saved["extra"].keys() != extra.keys():
+            differing = sorted(saved["extra"].keys() ^ extra.keys())
             problems.append(f"other modules have extra state than when it was saved: {differing[:5]}")
         return problems
+
+    def differences(self, loaded: Loaded) -> list[Difference]:
+        """Buffers that today's code makes in another way; modes that the saved ones override; buffers left behind."""
+        found = self.temporary.differences(loaded.own["made"], loaded.own["changed"])
+        now = self._models.modes()
+        for model in sorted(now.keys() | loaded.own["modes"].keys()):
+            was, value = (_mode(modes.get(model)) for modes in (loaded.own["modes"], now))
+            if was != value:
+                found.append(Difference("state", f"{model or 'model'} mode", was, value, verdict="noted"))
+        if not loaded.same_world and self._has_plain_buffers():
+            ranks = f"one for each of {loaded.saved_world_size} ranks"
+            found.append(Difference("state", "model buffers", ranks, "rank 0's, on every rank", verdict="noted"))
+        return found
+
+    def _has_plain_buffers(self) -> bool:
+        return any(not isinstance(buffer, DTensor) for buffer in self._models.saved_buffers())
 
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
         """Tell FSDP2 and others about the tensors that were loaded in place, and give modules their extra state."""
         for fqn, value in loaded.shared["extra"].items():
             self._models.module_of(fqn).set_extra_state(value)
-        count = sum(key.startswith(("model.", "buffers.")) for key in loaded.tensors)
-        return {"tensors": count, "extra_states": len(loaded.shared["extra"])}
+        as_saved = loaded.place if loaded.same_world else Place(0, loaded.saved_world_size)
+        temporary = self.temporary.restore(loaded.tensors, loaded.own["changed"], as_saved)
+        modes = {model: paths for model, paths in loaded.own["modes"].items() if model in self._models.modules}
+        self._models.set_modes(modes)
+        count = sum(key.startswith(("model.", "buffers.", PREFIX)) for key in loaded.tensors)
+        return {
+            "tensors": count,
+            "extra_states": len(loaded.shared["extra"]),
+            "temporary_buffers": temporary,
+            "modes_of_models": len(modes),
+        }
+
+
+def _mode(evaluated: Collection[str] | None) -> str:
+    """As people say it; None is a model that is evaluated at the moment."""
+    if evaluated is None:
+        return "evaluation, so modes are left as they are"
+    frozen = ", ".join(sorted(evaluated)[:_SHOWN]) + (", ..." if len(evaluated) > _SHOWN else "")
+    return f"training, but evaluation for {frozen}" if frozen else "training"
 
 
 def fits(key: str, target: torch.Tensor, saved: TensorStorageMetadata) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -73,6 +73,37 @@ class Models:
                 for name, buffer in part.named_buffers(recurse=False):
                     if name not in temporary:
                         yield buffer
+
+    def temporary_buffers(self) -> dict[str, tuple[nn.Module, str]]:
+        """The module, and the name in it, of each buffer that no state dict holds; once, by the first of its names."""
+        found: dict[str, tuple[nn.Module, str]] = {}
+        seen: set[tuple[int, str]] = set()
+        for model, module in self.modules.items():
+            for path, part in _modules(module, ""):
+                for name in sorted(part._non_persistent_buffers_set):  # noqa: SLF001 - as above
+                    if (id(part), name) not in seen:
+                        seen.add((id(part), name))
+                        found[_join(model, f"{path}.{name}" if path else name)] = part, name
+        return found
+
+    def modes(self) -> dict[str, list[str]]:
+        """For each model in training mode, the modules in it that are in evaluation mode.
+
+        A model that is evaluated at the moment is left out: all of it is, and nothing tells which of its modules would
+        stay so.
+        """
+        return {
+            model: sorted(path for path, part in _modules(module, "") if not part.training)
+            for model, module in self.modules.items()
+            if module.training
+        }
+
+    def set_modes(self, modes: Mapping[str, Collection[str]]) -> None:
+        """Give every module of these models its mode. Not by `train`, which modules may override."""
+        for model, evaluated in modes.items():
+            paths = {id(part): path for path, part in _modules(self.modules[model], "")}
+            for part in self.modules[model].modules():
+                part.training = paths.get(id(part)) not in evaluated
 
     def buffer_names(self) -> set[str]:
         """Names of all buffers."""

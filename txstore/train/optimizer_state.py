@@ -8,19 +8,20 @@ and refuse a parameter that has no state. What was saved is what is restored, ab
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from txstore.compat.differences import Difference
+from txstore.compat.layouts import OptimizerLayout, compare_layouts
 from txstore.errors import ConfigError, StateMismatch, TxStoreError, UnsupportedValue
+from txstore.train.built import as_text, class_of, compare_built
 from txstore.train.lifted import LiftedTensor, placements_of
 from txstore.train.names import Models
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
 from txstore.train.python_state import flatten, lifted_tensors, unflatten
-
-Layout = list[list[list[str]]]
-"""For each optimizer, for each param group, the names of its parameters in order."""
 
 
 class OptimizerPiece:
@@ -39,15 +40,18 @@ class OptimizerPiece:
                     f"{type(optimizer).__name__} has a state_dict of its own",
                     next_step="pass it in extras, if its state_dict is plain and equal on all ranks",
                 )
-        self.layout()
+        self.layouts()
+        # Now, before a scheduler or a resume moves anything.
+        self._set = [[_settings(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
 
-    def layout(self) -> Layout:
-        """Ordered names of the parameters by optimizer and param group: what a resume must have alike."""
+    def layouts(self) -> list[OptimizerLayout]:
+        """Class and ordered names of the parameters of each optimizer: what a resume must have alike."""
         names = self._names()
-        return [
-            [[_name(parameter, names) for parameter in group["params"]] for group in optimizer.param_groups]
-            for optimizer in self._optimizers
-        ]
+        found = []
+        for optimizer in self._optimizers:
+            groups = (tuple(_name(one, names) for one in group["params"]) for group in optimizer.param_groups)
+            found.append(OptimizerLayout(class_of(optimizer), tuple(groups)))
+        return found
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): fqn for fqn, parameter in self._models.parameters().items()}
@@ -56,11 +60,12 @@ class OptimizerPiece:
         """Settings and the structure of the state by value, tensors by reference."""
         shared: list[dict[str, Any]] = []
         tensors: dict[str, torch.Tensor] = {}
-        for at, optimizer in enumerate(self._optimizers):
+        for at, (optimizer, layout) in enumerate(zip(self._optimizers, self.layouts(), strict=True)):
             data, lifted = self._flat(at, optimizer)
-            shared.append({"class": _class(optimizer), "state": data})
+            groups = [list(group) for group in layout.groups]
+            shared.append({"class": layout.kind, "groups": groups, "state": data, "settings": self._set[at]})
             tensors |= lifted
-        return PieceState(shared={"layout": self.layout(), "optimizers": shared}, tensors=tensors)
+        return PieceState(shared=shared, tensors=tensors)
 
     def _flat(self, at: int, optimizer: torch.optim.Optimizer) -> tuple[bytes, dict[str, torch.Tensor]]:
         """One optimizer as bytes and tensors under their keys."""
@@ -92,17 +97,26 @@ class OptimizerPiece:
 
     def problems(self, loaded: Loaded) -> list[str]:
         """Another optimizer, or other parameters in its groups, or state that the checkpoint does not hold."""
-        saved, now = loaded.shared, self.layout()
-        problems = compare_layouts(saved["layout"], now)
-        for at, (optimizer, entry) in enumerate(zip(self._optimizers, saved["optimizers"], strict=False)):
-            if entry["class"] != _class(optimizer):
-                problems.append(f"optimizer {at} is a {_class(optimizer)}, a {entry['class']} was saved")
+        problems = [str(one) for one in compare_layouts(saved_layouts(loaded), self.layouts())]
+        for at, entry in enumerate(loaded.shared):
             if loaded.is_complete and not problems:
                 try:
                     self._unflat(entry["state"], loaded.tensors)
                 except TxStoreError as error:
                     problems.append(f"optimizer {at}: {error}")
         return problems
+
+    def differences(self, loaded: Loaded) -> list[Difference]:
+        """Settings that the code chooses and the saved ones override, one line for all groups that agree."""
+        found: dict[Difference, list[int]] = {}
+        for at, (entry, ours) in enumerate(zip(loaded.shared, self._set, strict=False)):
+            for number, (saved, now) in enumerate(zip(entry["settings"], ours, strict=False)):
+                for one in compare_built(f"optimizer {at}", saved, now):
+                    found.setdefault(one, []).append(number)
+        return [
+            replace(one, name=f"{one.name}, in {'group' if len(groups) == 1 else 'groups'} {_ranges(groups)}")
+            for one, groups in found.items()
+        ]
 
     def _unflat(
         self, data: bytes, tensors: Mapping[str, torch.Tensor]
@@ -123,7 +137,7 @@ class OptimizerPiece:
         parameters = self._models.parameters()
         moments = groups = 0
         kept: list[str] = []
-        for at, (optimizer, entry) in enumerate(zip(self._optimizers, loaded.shared["optimizers"], strict=True)):
+        for at, (optimizer, entry) in enumerate(zip(self._optimizers, loaded.shared, strict=True)):
             settings, own, states = self._unflat(entry["state"], loaded.tensors)
             optimizer.state.clear()
             optimizer.state.update(own)
@@ -133,34 +147,33 @@ class OptimizerPiece:
                 kept += [f"optimizer {at}: {name}" for name in _set_group(group, values, optimizer.defaults)]
             if not kept and self._flat(at, optimizer)[0] != entry["state"]:
                 raise StateMismatch(f"optimizer {at} does not take the saved state", key=f"optimizer.{at}")
+            self._set[at] = entry["settings"]
             groups += len(settings)
             moments += sum(isinstance(value, torch.Tensor) for state in states.values() for value in state.values())
         return {"param_groups": groups, "moment_tensors": moments, "settings_not_saved": kept}
 
 
-def compare_layouts(saved: Layout, now: Layout) -> list[str]:
-    """How two layouts differ: parameters matched by position would swap the moments of equal shapes."""
-    if len(saved) != len(now):
-        return [f"{len(saved)} optimizers were saved, there are {len(now)}"]
-    problems = []
-    for at, (then, here) in enumerate(zip(saved, now, strict=True)):
-        if [len(group) for group in then] != [len(group) for group in here]:
-            problems.append(
-                f"optimizer {at} has param groups of {[len(group) for group in here]} parameters, "
-                f"{[len(group) for group in then]} were saved"
-            )
-            continue
-        for number, (old, new) in enumerate(zip(then, here, strict=True)):
-            wrong = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
-            if wrong:
-                problems.append(
-                    f"optimizer {at}, group {number}: {wrong[0][1]!r} stands where {wrong[0][0]!r} was saved"
-                )
-    return problems
+def saved_layouts(loaded: Loaded) -> list[OptimizerLayout]:
+    """The layouts in a checkpoint."""
+    return [OptimizerLayout(entry["class"], tuple(map(tuple, entry["groups"]))) for entry in loaded.shared]
 
 
-def _class(optimizer: torch.optim.Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+def _settings(group: Mapping[str, Any]) -> dict[str, str]:
+    """Plain settings of a group as text. A scheduler has moved the rate that stands beside an initial one."""
+    values = {**group, "lr": group["initial_lr"]} if "initial_lr" in group else group
+    found = {name: as_text(value) for name, value in values.items() if name not in {"params", "initial_lr"}}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-2, 5``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
 def _name(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
@@ -183,7 +196,7 @@ def _parameter_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.
     for key, state in optimizer.state.items():
         if isinstance(key, torch.Tensor):
             if not isinstance(state, dict):
-                raise UnsupportedValue(f"{_class(optimizer)} keeps a {type(state).__name__} for a parameter")
+                raise UnsupportedValue(f"{class_of(optimizer)} keeps a {type(state).__name__} for a parameter")
             yield key, state
 
 

@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from txstore.compat.differences import Difference
+
 OnWorldSizeChange = Literal["error", "reseed"]
 
 
@@ -96,8 +98,9 @@ class Loaded:
 class Piece(Protocol):
     """One piece of training state.
 
-    A piece is looked at in this order: `targets` before the load, `problems` after it, `restore` when no piece
-    of any kind has a problem. `restore` returns what it restored, for the report.
+    A piece is looked at in this order: `differences` and `problems` when the Python state is loaded, `targets`
+    before the load of all tensors, `problems` again after it, `restore` when no piece of any kind has a problem.
+    `restore` returns what it restored, for the report.
     """
 
     def capture(self, place: Place) -> PieceState:
@@ -108,6 +111,9 @@ class Piece(Protocol):
 
     def problems(self, loaded: Loaded) -> list[str]:
         """What does not fit; changes nothing."""
+
+    def differences(self, loaded: Loaded) -> list[Difference]:
+        """What differs, and may be meant: for the judgement. Changes nothing, and looks at no tensor."""
 
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
         """Put the state back; returns what was restored, in names and counts."""

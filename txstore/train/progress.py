@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from txstore import manifest
+from txstore.compat.differences import Difference
 from txstore.errors import ConfigError
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
 
@@ -61,6 +62,10 @@ class ProgressPiece:
             msgspec.convert(loaded.shared, manifest.Progress, strict=True)
         except msgspec.ValidationError as error:
             return [f"the saved progress is malformed: {error}"]
+        return []
+
+    def differences(self, loaded: Loaded) -> list[Difference]:  # noqa: ARG002 - the signature of a piece
+        """None that may be meant."""
         return []
 
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from txstore.compat.differences import Difference
 from txstore.train.history import History
 from txstore.train.names import Models
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
@@ -20,6 +21,7 @@ from txstore.train.progress import TrainProgress
 from txstore.train.proof import Check
 from txstore.train.python_state import flatten
 from txstore.train.sample import layout, sample
+from txstore.train.temporary import TemporaryBuffers
 
 
 class Facts:
@@ -32,6 +34,7 @@ class Facts:
         schedulers: Learning rate schedulers.
         scalers: The GradScaler, if there is one.
         data: Data loaders and samplers by name.
+        temporary: Buffers that no state dict holds.
         streams: Reads the random streams; None if they are not saved.
     """
 
@@ -44,6 +47,7 @@ class Facts:
         schedulers: Sequence[Any] = (),
         scalers: Sequence[Any] = (),
         data: Mapping[str, Any] | None = None,
+        temporary: TemporaryBuffers | None = None,
         streams: Callable[[], Any] | None = None,
     ) -> None:
         self._models = models
@@ -52,6 +56,7 @@ class Facts:
         self._schedulers = schedulers
         self._scalers = scalers
         self._data = data or {}
+        self._temporary = temporary
         self._streams = streams
 
     def shared(self) -> dict[str, Any]:
@@ -80,12 +85,18 @@ class Facts:
             "layout": layout(tensors),
             "trained parameters": sum(parameter.requires_grad for parameter in parameters),
             "shards and buffers": sample(tensors),
+            "buffers outside state dicts": self._changed_buffers(),
+            "modules in evaluation mode": self._models.modes(),
             "moment tensors": [len(one) for one in moments],
             "shards of moments": [sample(_sharded(one)) for one in moments],
             "gradients": [len(gradients), sample(gradients)],
             "random streams": None if self._streams is None else _digest(self._streams()),
             "next batch": {name: _next_batch(item) for name, item in self._data.items()},
         }
+
+    def _changed_buffers(self) -> dict[str, str]:
+        changed = self._temporary.changed() if self._temporary else {}
+        return {fqn: "none" if tensor is None else sample([tensor]) for fqn, tensor in changed.items()}
 
     def replicated(self) -> dict[str, Any]:
         """Samples of what every rank has whole. DCP saves one rank's of each: replicas that differ would be mixed."""
@@ -156,6 +167,10 @@ class ProofPiece:
             return [f"the saved history is malformed: {error}"]
         return []
 
+    def differences(self, loaded: Loaded) -> list[Difference]:  # noqa: ARG002 - the signature of a piece
+        """None that may be meant."""
+        return []
+
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
         """The history; the facts are kept for `checks`."""
         self._saved_history = _digest(loaded.shared["history"])
@@ -194,6 +209,8 @@ class ProofPiece:
 _FACTS_OF = {
     "parameters": "model",
     "shards and buffers": "model",
+    "buffers outside state dicts": "model",
+    "modules in evaluation mode": "model",
     "learning rates": "optimizer",
     "param groups": "optimizer",
     "settings of param groups": "optimizer",
@@ -215,6 +232,7 @@ _OF_A_LAYOUT = {
     "parameters",
     "moments",
     "shards and buffers",
+    "buffers outside state dicts",
     "moment tensors",
     "shards of moments",
     "gradients",

@@ -40,6 +40,7 @@ from txstore.keys import SlotName, parse_decision_key
 from txstore.manifest import Decision, Description
 from txstore.ops.report import Depth
 from txstore.store import Store
+from txstore.train.captured import Compared
 from txstore.train.choice import choose, examine
 from txstore.train.deadline import within
 from txstore.train.exchange import Exchange
@@ -193,20 +194,19 @@ class Resume:
             reader = StorageReader(self.store, strict=False)
             reader.pin(decision, manifest, index)
         with _timed(report, "judge"):
-            judgement, today = self._judge(manifest.description, metadata)
+            today = self._key_tables()
+            self._judge(manifest.description, metadata, today)
+            python = self._load_python(reader, metadata)
+            judgement = self._judge(manifest.description, metadata, today, python)
             load = MigratedLoad(metadata, judgement.plan, today)
             self._account_for_all(load.metadata)
-            self._check_python(reader, load)
+            self._check_python(python)
         with _timed(report, "load"):
             target = self._attempt("target", lambda: self.state.target(load.metadata, *self._place, fresh=self._fresh))
             self._load(reader, load.sources(target))
             self._attempt("migrate", lambda: load.finish(target))
         with _timed(report, "restore"):
-            change = self.options.on_world_size_change
-            applied = self._attempt(
-                "restore",
-                lambda: self.state.apply(target, *self._place, on_world_size_change=change, fresh=self._fresh),
-            )
+            applied = self._attempt("restore", lambda: self.state.apply(target, *self._place, **self._meant))
         with _timed(report, "validate"):
             migrated = {"model"} if judgement.plan != LoadPlan() else set()
             report.checks = self._validate(self._fresh | migrated)
@@ -228,15 +228,20 @@ class Resume:
     def _fresh(self) -> frozenset[str]:
         return frozenset(self.options.fresh)
 
-    def _check_python(self, reader: StorageReader, load: MigratedLoad) -> None:
-        """Load the small part first, and compare: most of what does not fit shows before the tensors move."""
-        python = self._attempt("python state", lambda: self.state.python_target(load.metadata, *self._place))
-        self._load(reader, load.sources(python))
+    @property
+    def _meant(self) -> dict[str, Any]:
+        """The caller's choices, as `TrainState` takes them."""
         change = self.options.on_world_size_change
-        self._attempt(
-            "python state",
-            lambda: self.state.check(python, *self._place, on_world_size_change=change, fresh=self._fresh),
-        )
+        return {"on_world_size_change": change, "fresh": self._fresh, "accept": tuple(self.options.accept)}
+
+    def _load_python(self, reader: StorageReader, metadata: Metadata) -> dict[str, Any]:
+        """Load the small part first: most of what does not fit shows in it, before the tensors move."""
+        python = self._attempt("python state", lambda: self.state.python_target(metadata, *self._place))
+        self._load(reader, python)
+        return dict(python)
+
+    def _check_python(self, python: Mapping[str, Any]) -> None:
+        self._attempt("python state", lambda: self.state.check(python, *self._place, **self._meant))
 
     def _validate(self, unknown: frozenset[str]) -> list[Check]:
         checks = self._attempt("validate", lambda: self.state.validate(fresh=unknown))
@@ -255,15 +260,26 @@ class Resume:
     def _decide(self, phase: str, work: Callable[[], T]) -> T:
         return self.exchange.decide(phase, lambda: within(self.deadline_s, self.store, phase, work), LoadError)
 
-    def _judge(self, saved: Description, metadata: Metadata) -> tuple[Judgement, KeyTable]:
-        """Compare before a byte is loaded; the tables of all ranks together are today's."""
+    def _key_tables(self) -> KeyTable:
+        """The tables of all ranks together are today's."""
         mine = self._attempt("key table", self.state.key_table)
         today: dict[str, TensorFact] = {}
         for table in self.exchange.gather("key tables", mine):
             today |= table
+        return today
+
+    def _judge(
+        self, saved: Description, metadata: Metadata, today: KeyTable, python: Mapping[str, Any] | None = None
+    ) -> Judgement:
+        """Compare: first before a byte is loaded, and again with what the Python state shows."""
+        shown = Compared([], None, None)
+        if python is not None:
+            shown = self._attempt("compare", lambda: self.state.compare(python, *self._place, fresh=self._fresh))
+        # Of all ranks, since each must come to the same judgement.
+        found = [one for theirs in self.exchange.gather("differences", shown.differences) for one in theirs]
 
         def decide() -> Judgement:
-            found = judge(
+            judgement = judge(
                 saved,
                 self.today,
                 _saved_table(metadata),
@@ -272,11 +288,14 @@ class Resume:
                 migrations=self.options.migrations,
                 accept=self.options.accept,
                 required=self.options.required,
+                saved_layouts=shown.saved_layouts,
+                today_layouts=shown.today_layouts,
+                others=dict.fromkeys(found),
             )
-            found.raise_if_blocked()
-            return found
+            judgement.raise_if_blocked()
+            return judgement
 
-        return self._attempt("judge", decide), today
+        return self._attempt("judge", decide)
 
     def _account_for_all(self, metadata: Metadata) -> None:
         """Refuse to leave saved state behind."""

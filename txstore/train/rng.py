@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from txstore.compat.differences import Difference
 from txstore.errors import ConfigError, StateMismatch, describe
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
 from txstore.train.python_state import flatten
@@ -207,6 +208,10 @@ class RandomStreams:
             return [] if isinstance(loaded.own, dict) else ["no random streams were saved"]
         counts = f"{loaded.saved_world_size} ranks saved their random streams, there are {loaded.place.world_size}"
         return [f'{counts}: on_world_size_change="reseed" derives new ones']
+
+    def differences(self, loaded: Loaded) -> list[Difference]:  # noqa: ARG002 - the signature of a piece
+        """None that may be meant."""
+        return []
 
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
         """Restore, or derive new streams when the world size has changed."""

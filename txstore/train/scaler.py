@@ -7,8 +7,9 @@ from typing import Any
 from torch.amp.grad_scaler import OptState
 
 from txstore.errors import UnsupportedValue
+from txstore.train.built import settings_of
 from txstore.train.piece import Loaded, PieceState, Place
-from txstore.train.stateful import StatefulPiece, scoped
+from txstore.train.stateful import Stateful, StatefulPiece, scoped
 
 
 class ScalerPiece(StatefulPiece):
@@ -18,6 +19,10 @@ class ScalerPiece(StatefulPiece):
         items = scoped(scaler, "scaler", is_shared=True)
         super().__init__("scaler", items, verify=True)
         self._scalers = [one.item for one in items.values()]
+
+    def settings(self, item: Stateful) -> dict[str, str]:
+        """Its settings as the code chose them."""
+        return settings_of(item.state_dict())
 
     def capture(self, place: Place) -> PieceState:
         """The scaler's state.
@@ -39,6 +44,6 @@ class ScalerPiece(StatefulPiece):
         """As for all objects; and one of the two scalers is not enabled."""
         problems = super().problems(loaded)
         for name, now in super().capture(loaded.place).shared.items():
-            if name in loaded.shared and loaded.shared[name].keys() != now.keys():
+            if name in loaded.shared and loaded.shared[name]["state"].keys() != now["state"].keys():
                 problems.append("the scaler is enabled on one side only")
         return problems

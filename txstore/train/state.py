@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,15 +24,15 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from txstore import manifest
 from txstore.compat.key_tables import TensorFact
 from txstore.errors import StateMismatch, UnsupportedValue
+from txstore.train.captured import Applied, Captured, Compared
 from txstore.train.cursor import CursorPiece
 from txstore.train.gradients import GradientsPiece
 from txstore.train.history import History
 from txstore.train.model_state import ModelPiece, fits
 from txstore.train.names import Models
-from txstore.train.optimizer_state import Layout, OptimizerPiece
+from txstore.train.optimizer_state import OptimizerPiece, saved_layouts
 from txstore.train.piece import Loaded, OnWorldSizeChange, Piece, PieceState, Place, SavedKeys
 from txstore.train.progress import ProgressPiece, TrainProgress
 from txstore.train.proof import Check
@@ -41,44 +40,10 @@ from txstore.train.proof_piece import Facts, ProofPiece
 from txstore.train.python_blobs import SHARED, blob, digest_of, pack, saved_keys, unpack
 from txstore.train.rng import Generator, RandomStreams, capture_streams
 from txstore.train.scaler import ScalerPiece
-from txstore.train.stateful import StatefulPiece, scoped
+from txstore.train.stateful import SchedulerPiece, StatefulPiece, scoped
 
 _OF_A_RANK = re.compile(r"python\.rank-(0|[1-9][0-9]*)(?:\Z|[.\[])")
 _SHOWN = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """The training state of one rank at one instant.
-
-    Attributes:
-        state: What to hand to ``dcp.save``. Tensors are references: copy them, or save, before training goes on.
-            All other state has been copied.
-        progress: For the manifest.
-        parts: Names of the pieces inside.
-        shared_digests: For each piece, SHA-256 of what this rank takes to be equal on all ranks. Rank 0's is saved,
-            so compare the digests before a save.
-    """
-
-    state: dict[str, Any]
-    progress: manifest.Progress
-    parts: tuple[str, ...]
-    shared_digests: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """What a resume has restored.
-
-    Attributes:
-        progress: Where training stands now.
-        restored: For each piece, names and counts.
-        saved_world_size: How many ranks saved.
-    """
-
-    progress: manifest.Progress
-    restored: Mapping[str, Mapping[str, Any]]
-    saved_world_size: int
 
 
 class TrainState:
@@ -116,12 +81,13 @@ class TrainState:
         self.progress = progress or TrainProgress()
         self._models = Models(model)
         several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+        self._model = ModelPiece(self._models)
         self._optimizers = OptimizerPiece(several, self._models)
-        self._extras = StatefulPiece("extra", scoped(extras, "extra", is_shared=True), verify=False)
+        self._extras = StatefulPiece("extra", scoped(extras, "extra", is_shared=True), verify=False, piece="extras")
         self.pieces: dict[str, Piece] = {
-            "model": ModelPiece(self._models),
+            "model": self._model,
             "optimizer": self._optimizers,
-            "scheduler": StatefulPiece("scheduler", scoped(schedulers, "scheduler", is_shared=True), verify=True),
+            "scheduler": SchedulerPiece(schedulers),
             "scaler": ScalerPiece(scaler),
             "gradients": GradientsPiece(self._models, self.progress),
             "extras": self._extras,
@@ -140,19 +106,15 @@ class TrainState:
             schedulers=[one.item for one in scoped(schedulers, "scheduler", is_shared=True).values()],
             scalers=[one.item for one in scoped(scaler, "scaler", is_shared=True).values()],
             data=sources,
+            temporary=self._model.temporary,
             streams=(lambda: capture_streams(generators)) if rng else None,
         )
         self._proof = ProofPiece(facts, self.history)
         self.pieces["proof"] = self._proof
 
-    def optimizer_layout(self) -> Layout:
-        """For each optimizer and param group the ordered names of its parameters."""
-        return self._optimizers.layout()
-
     def key_table(self) -> dict[str, TensorFact]:
         """Dtype and global shape of this rank's model tensors, to be judged before a load."""
-        tensors = self.pieces["model"].capture(Place(0, 1)).tensors
-        return {key: TensorFact.of(tensor) for key, tensor in tensors.items()}
+        return {key: TensorFact.of(tensor) for key, tensor in self._model.table().items()}
 
     def validate(self, *, fresh: Collection[str] = ()) -> list[Check]:
         """Compare the live objects with what the checkpoint says of them, after `apply`."""
@@ -259,6 +221,17 @@ class TrainState:
             keys |= asked.tensors.keys() | asked.others
         return frozenset(keys)
 
+    def compare(
+        self, loaded: Mapping[str, Any], rank: int = 0, world_size: int = 1, *, fresh: Collection[str] = ()
+    ) -> Compared:
+        """What a loaded Python state shows of the checkpoint, for the judgement; changes nothing."""
+        given, _ = self._given(loaded, Place(rank, world_size), "error", fresh)
+        differences = [one for name, piece in given.items() for one in self.pieces[name].differences(piece)]
+        optimizers = given.get("optimizer")
+        if optimizers is None:
+            return Compared(differences, None, None)
+        return Compared(differences, saved_layouts(optimizers), self._optimizers.layouts())
+
     def check(
         self,
         loaded: Mapping[str, Any],
@@ -267,13 +240,15 @@ class TrainState:
         *,
         on_world_size_change: OnWorldSizeChange = "error",
         fresh: Collection[str] = (),
+        accept: Collection[str] = (),
     ) -> None:
         """Compare a loaded Python state with this one; changes nothing.
 
         Raises:
             StateMismatch: Lists all that does not fit.
         """
-        self._judge(loaded, Place(rank, world_size), on_world_size_change, fresh, is_complete=False)
+        place = Place(rank, world_size)
+        self._judge(loaded, place, on_world_size_change, fresh, accept, is_complete=False)
 
     def apply(
         self,
@@ -283,6 +258,7 @@ class TrainState:
         *,
         on_world_size_change: OnWorldSizeChange = "error",
         fresh: Collection[str] = (),
+        accept: Collection[str] = (),
     ) -> Applied:
         """Restore what ``dcp.load`` has loaded into `target`. Nothing is restored before every check has passed.
 
@@ -293,11 +269,12 @@ class TrainState:
             on_world_size_change: What to do about random streams if another number of ranks saved: refuse, or
                 derive new streams from the saved ones, the rank and the world size.
             fresh: Pieces that are not restored, on purpose.
+            accept: Names of differences that are meant.
 
         Raises:
             StateMismatch: Lists all that does not fit, or names a piece that did not take its state.
         """
-        pieces = self._judge(loaded, Place(rank, world_size), on_world_size_change, fresh)
+        pieces = self._judge(loaded, Place(rank, world_size), on_world_size_change, fresh, accept, is_complete=True)
         restored = {name: self.pieces[name].restore(given) for name, given in pieces.items()}
         saved_world_size = next(iter(pieces.values())).saved_world_size
         return Applied(self.progress.recorded(), restored, saved_world_size)
@@ -308,9 +285,28 @@ class TrainState:
         place: Place,
         policy: OnWorldSizeChange,
         fresh: Collection[str],
+        accept: Collection[str],
         *,
-        is_complete: bool = True,
+        is_complete: bool,
     ) -> dict[str, Loaded]:
+        given, problems = self._given(loaded, place, policy, fresh, is_complete=is_complete)
+        for name, one in given.items():
+            problems += self.pieces[name].problems(one)
+            blocking = [found for found in self.pieces[name].differences(one) if found.verdict == "blocked"]
+            problems += [f"{found} ({found.next_step})" for found in blocking if found.accept_as not in accept]
+        _refuse(problems)
+        return given
+
+    def _given(
+        self,
+        loaded: Mapping[str, Any],
+        place: Place,
+        policy: OnWorldSizeChange,
+        fresh: Collection[str],
+        *,
+        is_complete: bool = False,
+    ) -> tuple[dict[str, Loaded], list[str]]:
+        """What was loaded for each piece, and which pieces only one side has."""
         shared = unpack(SHARED, loaded)
         own_key = f"python.rank-{place.rank if place.world_size == shared['world_size'] else 0}"
         own = unpack(own_key, loaded)
@@ -325,10 +321,7 @@ class TrainState:
             for name in self.pieces
             if name in shared["pieces"] and name not in fresh
         }
-        for name, one in given.items():
-            problems += self.pieces[name].problems(one)
-        _refuse(problems)
-        return given
+        return given, problems
 
 
 def unaccounted(metadata: Metadata, accounts: Sequence[frozenset[str]]) -> list[str]:

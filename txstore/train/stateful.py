@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from txstore.compat.differences import Difference
 from txstore.errors import ConfigError, StateMismatch, TxStoreError, describe
+from txstore.train.built import class_of, compare_built, compare_facts, functions_of, settings_of
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
 from txstore.train.proof import Check
 from txstore.train.python_state import flatten
@@ -73,30 +76,54 @@ def scoped(items: Any, label: str, *, is_shared: bool) -> dict[str, Scoped]:
 
 
 class StatefulPiece:
-    """A piece of state that is some objects with state dicts.
+    """A piece of state made of such objects.
+
+    Beside each state stands what the object is: `facts`, which must be the same at a resume, and `settings`, which the
+    saved state overrides.
 
     Args:
         label: What they are, for messages.
         items: The objects by name.
         verify: Compare each object's state after the restore with the saved one, and refuse another. Off for objects
             that may rightly tell another state than they were given, such as a data loader before its first batch.
+        piece: The piece's name in a `TrainState`; the label if it is the same.
 
     Attributes:
         differing: Objects that told another state after the last restore than they were given.
     """
 
-    def __init__(self, label: str, items: Mapping[str, Scoped], *, verify: bool) -> None:
+    def __init__(self, label: str, items: Mapping[str, Scoped], *, verify: bool, piece: str = "") -> None:
         self._label = label
+        self._piece = piece or label
         self._items = dict(items)
         self._verify = verify
         self.differing: list[str] = []
+        # Now, before a step or a resume moves anything; functions may read what training changes.
+        self._facts = {name: self.facts(one.item) for name, one in self._items.items()}
+        self._set = {name: self.settings(one.item) for name, one in self._items.items()}
+
+    def facts(self, item: Stateful) -> dict[str, str]:
+        """What makes the state of an object mean what it means."""
+        return {"class": class_of(item)}
+
+    def facts_now(self, name: str) -> dict[str, str]:
+        """The facts of one object at a save or a resume."""
+        return self._facts[name]
+
+    def settings(self, item: Stateful) -> dict[str, str]:  # noqa: ARG002 - for pieces that know some
+        """What the code chose, and a restore overrides."""
+        return {}
 
     def capture(self, place: Place) -> PieceState:  # noqa: ARG002 - the signature of a piece
         """The state of every object."""
         return PieceState(shared=self._states(is_shared=True), own=self._states(is_shared=False) or None)
 
     def _states(self, *, is_shared: bool) -> dict[str, Any]:
-        return {name: self.state_of(name) for name, one in self._items.items() if one.is_shared == is_shared}
+        return {
+            name: {"state": self.state_of(name), "facts": self.facts_now(name), "settings": self._set[name]}
+            for name, one in self._items.items()
+            if one.is_shared == is_shared
+        }
 
     def state_of(self, name: str) -> Any:
         """The state of one object."""
@@ -124,6 +151,26 @@ class StatefulPiece:
             )
         return problems
 
+    def differences(self, loaded: Loaded) -> list[Difference]:
+        """Objects of another class, or under other facts; and settings that the saved ones override."""
+        found = []
+        for name, one in self._items.items():
+            saved = self._saved(loaded, one).get(name)
+            if saved is None:
+                continue
+            what = f"{self._label} {name!r}"
+            accept = partial(self.acceptable, name)
+            found += compare_facts(what, saved["facts"], self.facts_now(name), self._piece, accept)
+            found += compare_built(what, saved["settings"], self._set[name])
+        return found
+
+    def acceptable(self, name: str, fact: str) -> str:
+        """The name under which another value of a fact may be accepted; "" if the state would mean something else."""
+        return f"{self._label}:{name}:{fact}" if fact == "class" else ""
+
+    def _saved(self, loaded: Loaded, one: Scoped) -> Mapping[str, Any]:
+        return (loaded.shared if one.is_shared else loaded.own) or {}
+
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
         """Give every object its state.
 
@@ -132,7 +179,8 @@ class StatefulPiece:
         """
         self.differing = []
         for name, one in self._items.items():
-            state = (loaded.shared if one.is_shared else loaded.own)[name]
+            saved = self._saved(loaded, one)[name]
+            state = saved["state"]
             # Bytes first: an object may keep what it is given, or take it apart.
             before = _digest(state)
             try:
@@ -145,6 +193,8 @@ class StatefulPiece:
                 if self._verify:
                     raise StateMismatch(f"{self._label} {name!r} does not take the saved state", key=name)
                 self.differing.append(name)
+            # They are what it holds now: the next save must tell of these, and the next resume of the code's again.
+            self._set[name] = saved["settings"]
         return {"restored": sorted(self._items)}
 
     def checks(self) -> list[Check]:
@@ -157,6 +207,25 @@ class StatefulPiece:
     def give(self, name: str, state: Any) -> None:
         """Give one object its state."""
         self._items[name].item.load_state_dict(state)
+
+
+class SchedulerPiece(StatefulPiece):
+    """The piece of state that holds the schedulers."""
+
+    def __init__(self, schedulers: Any) -> None:
+        super().__init__("scheduler", scoped(schedulers, "scheduler", is_shared=True), verify=True)
+
+    def facts(self, item: Stateful) -> dict[str, str]:
+        """Its class, those of the schedulers in it, and the values of functions that its state leaves out."""
+        return {**super().facts(item), **functions_of(item)}
+
+    def acceptable(self, name: str, fact: str) -> str:
+        """Its functions; there may be one for each group."""
+        return "" if fact == "class" else f"scheduler:{name}:functions"
+
+    def settings(self, item: Stateful) -> dict[str, str]:
+        """Its settings as the code chose them."""
+        return settings_of(item.state_dict())
 
 
 def _digest(state: Any) -> tuple[bytes, str]:
