@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -54,6 +55,26 @@ def test_a_second_buffer_takes_the_copy_and_the_write_queues() -> None:
     ]
     assert [save.buffer for save in found.saves] == [0, 1, 0]
     assert (found.training_end_ms, found.last_commit_ms, found.waited_ms) == (66, 142, 0)
+
+
+def cost(saves: int, buffers: int) -> float:
+    """Processor seconds of a schedule and of what is told of it; the least of three."""
+    plan = Plan(steps=2 * saves, buffers=buffers, write_ms=Fraction(40))
+
+    def once() -> float:
+        started = time.process_time()
+        found = simulate(plan)
+        assert found.most_steps_at_risk > 0
+        return time.process_time() - started
+
+    return min(once() for _ in range(3))
+
+
+def test_time_grows_with_the_saves_and_not_with_the_buffers() -> None:
+    """Quotients only, so that a slow machine changes nothing: 8 times the saves, then 1000 times the buffers."""
+    small = cost(1000, 1)
+    assert cost(8000, 1) < 16 * small
+    assert cost(1000, MOST_BUFFERS) < 4 * small
 
 
 def test_two_buffers_wait_only_for_the_oldest() -> None:

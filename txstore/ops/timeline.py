@@ -153,18 +153,17 @@ class Timeline:
     @property
     def most_steps_at_risk(self) -> int:
         """The most finished steps that a crash would lose: just before a commit, or at the end if no commit follows."""
-        worst = committed = 0
+        worst = committed = begun = 0
         for save in self.saves:
-            worst = max(worst, self._finished_steps(save.write.end_ms) - committed)
+            # Commits are in order, so the rounds are walked once, whatever their number.
+            while begun + 1 < len(self.rounds) and self.rounds[begun + 1].run.start_ms <= save.write.end_ms:
+                begun += 1
+            worst = max(worst, self._finished_steps(self.rounds[begun], save.write.end_ms) - committed)
             committed = save.step
         return max(worst, self.plan.steps - committed)
 
-    def _finished_steps(self, at_ms: Fraction) -> int:
-        low, high = 0, len(self.rounds)  # the last round that has begun by then
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.rounds[middle].run.start_ms <= at_ms else (low, middle)
-        begun = self.rounds[low]
+    def _finished_steps(self, begun: Round, at_ms: Fraction) -> int:
+        """Steps finished by then, if this is the last round that has begun."""
         since = (at_ms - begun.run.start_ms) // self.plan.step_ms
         return min(begun.last_step, begun.first_step - 1 + since)
 
@@ -174,12 +173,14 @@ def simulate(plan: Plan) -> Timeline:
     rounds: list[Round] = []
     free_at_ms = [Fraction(0)] * plan.buffers
     writer_free_ms = now_ms = Fraction(0)
+    saved = 0
     for first in range(1, plan.steps + 1, plan.save_every):
         last = min(first + plan.save_every - 1, plan.steps)
         run = Span(now_ms, now_ms + (last - first + 1) * plan.step_ms)
         now_ms, save, skipped = run.end_ms, None, False
         if last % plan.save_every == 0:
-            buffer = free_at_ms.index(min(free_at_ms))
+            # The one that is free first: there is one writer, so they are free in the order in which they were taken.
+            buffer = saved % plan.buffers
             skipped = plan.when_busy == "skip" and free_at_ms[buffer] > now_ms
             if not skipped:
                 wait = Span(now_ms, max(now_ms, free_at_ms[buffer]))
@@ -189,5 +190,6 @@ def simulate(plan: Plan) -> Timeline:
                 writer_free_ms = free_at_ms[buffer] = write.end_ms
                 save = Save(step=last, buffer=buffer, wait=wait, copy=copy, write=write)
                 now_ms = copy.end_ms
+                saved += 1
         rounds.append(Round(first_step=first, last_step=last, run=run, save=save, skipped=skipped))
     return Timeline(plan=plan, rounds=tuple(rounds))
