@@ -3,8 +3,8 @@
 A file is an 8-byte little-endian header length, a JSON header padded with spaces so that the data
 begins at a multiple of 4 KiB, and the tensors' row-major bytes without gaps (the safetensors format has
 none). Where large tensors are whole checksum blocks, the data begins on a block, so that they lie on blocks and are
-read without their neighbours. The header's metadata holds the ``DCP_SHARDING_INFO`` that PyTorch's own Hugging Face reader
-understands, so a directory of shards loads without txstore.
+read without their neighbours. The header's metadata holds the ``DCP_SHARDING_INFO`` that PyTorch's own Hugging Face
+reader understands, so a directory of shards loads without txstore.
 
 What safetensors cannot say is kept in the index: dtypes it lacks are stored as ``U8`` with one more
 dimension of the item's size, and values that are not tensors as ``U8`` vectors.
