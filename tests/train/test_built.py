@@ -269,7 +269,7 @@ SCHEDULES: list[tuple[Scheduler, Scheduler, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "now", "text"), SCHEDULES, ids=lambda one: str(one)[:30])
+@pytest.mark.parametrize(("saved", "now", "text"), SCHEDULES, ids=range(len(SCHEDULES)))
 def test_another_schedule_is_told_by_name(saved: Scheduler, now: Scheduler, text: str, store_url: str) -> None:
     save(make(saved), store_url)
     assert told(resume(make(saved), store_url)) == []
