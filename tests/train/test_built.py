@@ -131,9 +131,11 @@ def test_buffers_that_only_one_side_has(store_url: str) -> None:
     first = make()
     save(first, store_url)
     assert blocking(make(module=Rotary(counted=False)), store_url)[0].startswith("blocked: state buffer counts: saved")
-    owner(first).counts += 1
-    first.progress.global_step = 1
-    save(first, store_url)
+    with Checkpointer(store_url, first) as saves:
+        saves.resume()
+        owner(first).counts += 1
+        first.progress.global_step = 1
+        saves.save()
     with pytest.raises(StateMismatch, match=r"temporary\.rank-0\.counts"):
         resume(make(module=Rotary(counted=False)), store_url)
 
@@ -190,15 +192,16 @@ def test_settings_that_changed_in_the_code_are_told_and_lose(store_url: str) -> 
     save(make(groups=4), store_url)
     changed = make(groups=4, lr=0.2, weight_decay=0.5, betas=(0.8, 0.9))
     changed._optimizers._optimizers[0].param_groups[3]["eps"] = 1.0
-    report = resume(changed, store_url)
+    with Checkpointer(store_url, changed) as saves:
+        report = saves.resume()
+        changed.progress.global_step = 1
+        saves.save()
     assert sorted(told(report)) == [
         "state optimizer 0 betas, as the code sets it, in groups 0-3: saved (0.9, 0.999), now (0.8, 0.9)",
         "state optimizer 0 lr, as the code sets it, in groups 0-3: saved 0.1, now 0.2",
         "state optimizer 0 weight_decay, as the code sets it, in groups 0-3: saved 0.01, now 0.5",
     ]
     assert changed._optimizers._optimizers[0].param_groups[0]["lr"] == 0.1
-    changed.progress.global_step = 1
-    save(changed, store_url)
     assert len(told(resume(make(groups=4, lr=0.2, weight_decay=0.5, betas=(0.8, 0.9)), store_url))) == 3, "still so"
     assert told(resume(make(groups=4), store_url)) == []
 
