@@ -7,7 +7,7 @@ row-major order.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, pairwise, product
 from operator import add, gt, le
@@ -68,6 +68,18 @@ def find_cell(bounds: Bounds, offsets: tuple[int, ...]) -> tuple[int, tuple[int,
         number = number * (len(axis) - 1) + at
         sizes.append(axis[at + 1] - offset)
     return number, tuple(sizes)
+
+
+def cells_near(
+    bounds: Bounds, offsets: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the cells that share an element with a box of as many dimensions."""
+    found = []
+    for axis, offset, size in zip(bounds, offsets, sizes, strict=True):
+        low = max(0, bisect_right(axis, offset) - 1)
+        high = min(len(axis) - 1, bisect_left(axis, offset + size))
+        found.append((axis[low:high], [axis[at + 1] - axis[at] for at in range(low, high)]))
+    return zip(product(*(corners for corners, _ in found)), product(*(spans for _, spans in found)), strict=True)
 
 
 def within(files: Iterable[int], starts: Iterable[int], lengths: Iterable[int], sizes: Sequence[int]) -> bool:

@@ -2,19 +2,26 @@
 
 DCP's default planner stops at the first missing key or wrong size and lets `copy_` cast dtypes silently. A
 strict reader refuses casts, missing and unread keys whatever the planner is; this planner adds the shapes,
-lists all differences at once, and says what each missing key was probably meant to be.
+lists all differences at once, and says what each missing key was probably meant to be. Of a large checkpoint it makes
+the chunks that this rank's state meets, and no others.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.tensor import DTensor
 
+from txstore.dcp.saved import LazyTensorMetadata
 from txstore.errors import StateMismatch
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -47,7 +54,25 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             shown = "; ".join(text for _, text in problems[:_SHOWN])
             more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise StateMismatch(f"the state does not fit the checkpoint: {shown}{more}", key=problems[0][0])
-        return super().create_local_plan()
+        whole = self.metadata
+        try:
+            self.metadata = None if whole is None else _narrowed(whole, self.state_dict)
+            return super().create_local_plan()
+        finally:
+            self.metadata = whole
+
+
+def _narrowed(metadata: Metadata, state: Mapping[str, Any]) -> Metadata:
+    """The metadata with the chunks that this rank's state meets: DCP looks at every chunk of every tensor."""
+    saved = copy.copy(metadata.state_dict_metadata)  # of its own class: a strict reader's refuses missing keys
+    for name, value in state.items():
+        found = metadata.state_dict_metadata.get(name)
+        if not isinstance(found, LazyTensorMetadata) or not isinstance(value, torch.Tensor):
+            continue
+        if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+            continue  # this rank holds nothing of it, and DCP does not ask
+        saved[name] = found.near(_create_chunk_list(value))
+    return dataclasses.replace(metadata, state_dict_metadata=saved)
 
 
 def _differences(name: str, value: torch.Tensor, found: TensorStorageMetadata) -> Iterable[str]:

@@ -6,7 +6,7 @@ of megabytes; a rank plans for the tensors of its own state, and reads the chunk
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from txstore.grid import cells
+from txstore.grid import cells, cells_near
 from txstore.index import ChunkRecord, GridRecord, Index, ObjectRecord, TensorRecord
 
 Record = TensorRecord | GridRecord | ObjectRecord
@@ -35,8 +35,20 @@ class LazyTensorMetadata(TensorStorageMetadata):
     def __getattr__(self, name: str) -> Any:
         if name != "chunks":
             raise AttributeError(name)
-        self.chunks = _chunks_of(self._record)
+        record = self._record
+        self.chunks = _chunks_of(
+            cells(record.bounds)
+            if isinstance(record, GridRecord)
+            else ((chunk.offsets, chunk.sizes) for chunk in record.chunks)
+        )
         return self.chunks
+
+    def near(self, local: Sequence[ChunkStorageMetadata]) -> TensorStorageMetadata:
+        """The same, with no more chunks than those that meet a part of `local`; a planner looks at every one."""
+        if not isinstance(self._record, GridRecord) or any(len(part.sizes) != len(self.size) for part in local):
+            return self
+        boxes = (box for part in local for box in cells_near(self._record.bounds, part.offsets, part.sizes))
+        return TensorStorageMetadata(self.properties, self.size, _chunks_of(dict.fromkeys(boxes)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TensorStorageMetadata):
@@ -50,12 +62,7 @@ class LazyTensorMetadata(TensorStorageMetadata):
         return TensorStorageMetadata, (self.properties, self.size, self.chunks)
 
 
-def _chunks_of(record: TensorRecord | GridRecord) -> list[ChunkStorageMetadata]:
-    boxes = (
-        cells(record.bounds)
-        if isinstance(record, GridRecord)
-        else ((chunk.offsets, chunk.sizes) for chunk in record.chunks)
-    )
+def _chunks_of(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[ChunkStorageMetadata]:
     known: dict[tuple[int, ...], torch.Size] = {}  # most chunks have the same sizes
     found = []
     for offsets, sizes in boxes:
