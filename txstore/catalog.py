@@ -105,8 +105,10 @@ def find(store: Store, checkpoint: str) -> Decision:
         CheckpointRetired: All its commits were removed by retention.
     """
     check_checkpoint(checkpoint)
+    decisions = list(walk_slots(store, checkpoint))
+    read_store_format(store)  # a store of a layout that this release does not know is refused by name, too
     was_retired = False
-    for decision in reversed(list(walk_slots(store, checkpoint))):
+    for decision in reversed(decisions):
         if decision.kind != "commit":
             continue
         if not is_retired(store, decision):
@@ -114,7 +116,6 @@ def find(store: Store, checkpoint: str) -> Decision:
         was_retired = True
     if was_retired:
         raise CheckpointRetired(f"checkpoint {checkpoint} was removed by retention", key=checkpoint)
-    _check_format(store, has_decisions=False)
     raise CheckpointNotFound(
         f"no committed checkpoint {checkpoint} in {store.url}",
         key=checkpoint,

@@ -14,6 +14,7 @@ from txstore.manifest import (
     DECISION_MAX_BYTES,
     Decision,
     Manifest,
+    StoreFormat,
     decode_decision,
     decode_manifest,
     decode_store_format,
@@ -21,8 +22,8 @@ from txstore.manifest import (
 from txstore.store import Store
 
 
-def read_store_format(store: Store) -> bool:
-    """Whether this root is a store of a version that we know.
+def read_store_format(store: Store) -> StoreFormat | None:
+    """What this root says of itself, if it is a store of a version that we know; None if it is no store.
 
     Raises:
         FormatError: It is a store of another version, or ``txstore.json`` is not ours.
@@ -30,9 +31,8 @@ def read_store_format(store: Store) -> bool:
     try:
         data = store.read(STORE_KEY, 0, DECISION_MAX_BYTES + 1)
     except NotFoundError:
-        return False
-    decode_store_format(data, STORE_KEY)
-    return True
+        return None
+    return decode_store_format(data, STORE_KEY)
 
 
 def read_decision(store: Store, checkpoint: str, slot: int) -> Decision | None:

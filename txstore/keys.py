@@ -19,8 +19,12 @@ RETIRED_PREFIX = "retired/"
 DATA_PREFIX = "data/"
 PROBE_PREFIX = "probe/"
 
+SPREAD_MAX = 256
+"""Most prefixes that a store spreads its shards over."""
+
 _SEGMENT = re.compile(r"[A-Za-z0-9_=+-][A-Za-z0-9._=+-]*")
 _CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
+_SPREAD = re.compile(r"_[0-9a-f]{2}")
 _TXN = re.compile(r"[0-9a-f]{32}")
 _STEP = re.compile(r"(?<![0-9])([0-9]{1,18})\Z")
 _TOO_LONG = re.compile(r"[0-9]{19}$")
@@ -130,13 +134,25 @@ def _slot_name(text: str) -> SlotName | None:
 
 
 def attempt_prefix(checkpoint: str, txn: str) -> str:
-    """``data/<checkpoint>/<txn>/``, the immutable prefix of one attempt."""
+    """``data/<checkpoint>/<txn>/``, the immutable prefix of one attempt: of its documents, and of shards not spread."""
     return f"{DATA_PREFIX}{checkpoint}/{txn}/"
 
 
+def attempt_prefixes(checkpoint: str, txn: str, spread: int) -> list[str]:
+    """Every prefix under which objects of one attempt lie, in a store of that spread."""
+    return [attempt_prefix(checkpoint, txn), *(_spread_prefix(checkpoint, txn, part) for part in range(spread))]
+
+
+def _spread_prefix(checkpoint: str, txn: str, part: int) -> str:
+    # No checkpoint begins with an underscore: what is before the checkpoint can never be taken for one.
+    return f"{DATA_PREFIX}_{part:02x}/{checkpoint}/{txn}/"
+
+
 def parse_attempt(key: str) -> tuple[str, str] | None:
-    """The checkpoint and txn of a key under ``data/``, or None for a stray object."""
+    """The checkpoint and txn of a key under ``data/``, spread or not, or None for a stray object."""
     parts = key.split("/")
+    if len(parts) > 1 and _SPREAD.fullmatch(parts[1]):
+        del parts[1]
     if len(parts) < 4 or parts[0] != "data" or not _CHECKPOINT.fullmatch(parts[1]) or not _TXN.fullmatch(parts[2]):
         return None
     return parts[1], parts[2]
@@ -147,9 +163,11 @@ def begin_key(checkpoint: str, txn: str) -> str:
     return attempt_prefix(checkpoint, txn) + "begin.json"
 
 
-def shard_key(checkpoint: str, txn: str, rank: int, number: int) -> str:
-    """File `number` of `rank`."""
-    return f"{attempt_prefix(checkpoint, txn)}rank-{rank:05d}-{number:05d}.safetensors"
+def shard_key(checkpoint: str, txn: str, rank: int, number: int, spread: int = 0) -> str:
+    """File `number` of `rank`; in a store of a spread, below one of so many prefixes, each rank's files in turn."""
+    name = f"rank-{rank:05d}-{number:05d}.safetensors"
+    prefix = _spread_prefix(checkpoint, txn, (rank + number) % spread) if spread else attempt_prefix(checkpoint, txn)
+    return prefix + name
 
 
 def index_key(checkpoint: str, txn: str) -> str:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from txstore.checksum import crc32c, sha256_hex
 from txstore.errors import ConfigError, FormatError, IntegrityError
-from txstore.keys import check_checkpoint, check_key, check_txn, parse_attempt, step_of
+from txstore.keys import SPREAD_MAX, check_checkpoint, check_key, check_txn, parse_attempt, step_of
 
 VERSION = 1
 DECISION_MAX_BYTES = 4096
@@ -35,10 +35,37 @@ class _Document(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     version: int = VERSION
 
 
+SPREAD_VERSION = 2
+"""Version of a store that spreads its shards; releases that know only version 1 refuse it."""
+
+
 class StoreFormat(_Document, frozen=True, kw_only=True):
-    """``txstore.json``: this root is a txstore store of this format version."""
+    """``txstore.json``: this root is a txstore store of this format version.
+
+    Attributes:
+        spread: How many prefixes the shards are spread over (version 2); absent if they are not (version 1).
+    """
 
     format: Literal["txstore"] = "txstore"
+    spread: Annotated[int, Meta(ge=2, le=SPREAD_MAX)] | msgspec.UnsetType = msgspec.UNSET
+
+
+def store_format(spread: int) -> StoreFormat:
+    """The format document of a store with this spread, 0 for none.
+
+    Raises:
+        ConfigError: Not 0, nor 2 to `SPREAD_MAX`.
+    """
+    if not spread:
+        return StoreFormat()
+    if not 2 <= spread <= SPREAD_MAX:
+        raise ConfigError(f"a spread of {spread} is neither 0 nor 2 to {SPREAD_MAX}", next_step="16 is a good one")
+    return StoreFormat(version=SPREAD_VERSION, spread=spread)
+
+
+def spread_of(document: StoreFormat | None) -> int:
+    """How many prefixes a store spreads its shards over: 0 for none, and of a store that is not there yet."""
+    return 0 if document is None or document.spread is msgspec.UNSET else document.spread
 
 
 class FileRef(Struct, forbid_unknown_fields=True, frozen=True):
@@ -254,7 +281,10 @@ def check_ref(ref: FileRef, data: bytes) -> bytes:
 
 def decode_store_format(data: bytes, key: str) -> StoreFormat:
     """Decode ``txstore.json``."""
-    return decode_document(StoreFormat, data, key)
+    document = decode_document(StoreFormat, data, key, versions=(VERSION, SPREAD_VERSION))
+    if document != store_format(spread_of(document)):
+        raise FormatError(f"a store of version {document.version} with a field of another", key=key)
+    return document
 
 
 def decode_begin(data: bytes, key: str) -> Begin:

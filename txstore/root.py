@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from txstore.decisions import read_decision, read_store_format
-from txstore.errors import AlreadyExistsError, FormatError, StoreReplaced
+from txstore.errors import AlreadyExistsError, ConfigError, FormatError, StoreReplaced
 from txstore.keys import STORE_KEY, decision_key
-from txstore.manifest import Decision, StoreFormat, encode
+from txstore.manifest import Decision, StoreFormat, encode, spread_of, store_format
 from txstore.probe import prove
 from txstore.store import Store
 
@@ -18,17 +18,12 @@ class KnownStore:
     """
 
     def __init__(self) -> None:
-        self._seen = False
+        self._layout: StoreFormat | None = None
         self._decision: Decision | None = None
 
-    @property
-    def seen(self) -> bool:
-        """Whether the store was there before."""
-        return self._seen
-
-    def see(self, decision: Decision | None = None) -> None:
-        """The store is there, and holds `decision`."""
-        self._seen = True
+    def see(self, layout: StoreFormat | None = None, decision: Decision | None = None) -> None:
+        """The store has this format document, and holds `decision`."""
+        self._layout = layout or self._layout
         self._decision = decision or self._decision
 
     def check(self, store: Store) -> None:
@@ -38,8 +33,9 @@ class KnownStore:
             StoreReplaced: It was deleted, emptied or replaced.
             StoreError: It could not be read.
         """
-        if self._seen and not read_store_format(store):
-            raise _replaced(store, STORE_KEY, "its format document is gone")
+        if self._layout is not None and (layout := read_store_format(store)) != self._layout:
+            what = "is gone" if layout is None else "is now another"
+            raise _replaced(store, STORE_KEY, f"its format document {what}")
         known = self._decision
         if known is None:
             return
@@ -53,31 +49,47 @@ class KnownStore:
             raise _replaced(store, key, f"the decision {known.checkpoint}.{known.slot} {what}")
 
 
-def ensure_store(store: Store, known: KnownStore | None = None) -> None:
+def ensure_store(store: Store, known: KnownStore | None = None, *, spread: int | None = None) -> StoreFormat:
     """Create ``txstore.json`` once; the first use of the store's `create`, before any shard is written.
 
     Args:
         store: The store.
         known: What this writer has seen of it; a store that is known is not made anew.
+        spread: How many prefixes a new store spreads its shards over, 0 for none. None takes a store as it is, and
+            makes a new one without.
+
+    Returns:
+        The format document that stands.
 
     Raises:
         StoreReplaced: It is known, and is not what was seen.
         FormatError: The root belongs to another format version.
         CapabilityError: The store cannot create exclusively (`txstore.probe`).
+        ConfigError: The store has another spread, or no store can have this one.
     """
-    if known is not None and known.seen:
-        known.check(store)
-        prove(store)
-        return
-    prove(store)
-    if not read_store_format(store):
-        try:
-            store.create(STORE_KEY, encode(StoreFormat()))
-        except AlreadyExistsError:
-            if not read_store_format(store):
-                raise
+    wanted = store_format(spread or 0)
     if known is not None:
-        known.see()
+        known.check(store)
+    prove(store)
+    found = read_store_format(store)
+    if found is None:
+        try:
+            store.create(STORE_KEY, encode(wanted))
+        except AlreadyExistsError:
+            found = read_store_format(store)
+            if found is None:
+                raise
+        else:
+            found = wanted
+    if spread is not None and found != wanted:
+        raise ConfigError(
+            f"the store spreads its shards over {spread_of(found)} prefixes, not {spread}",
+            key=STORE_KEY,
+            next_step="a store keeps its layout: choose another root, or leave it as it is",
+        )
+    if known is not None:
+        known.see(found)
+    return found
 
 
 def _replaced(store: Store, key: str, what: str) -> StoreReplaced:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from txstore.catalog import Entry, newest
-from txstore.decisions import is_retired, read_decision, walk_slots
+from txstore.decisions import is_retired, read_decision, read_store_format, walk_slots
 from txstore.errors import AlreadyExistsError, CheckpointNotFound, ConfigError, FormatError, NotFoundError
-from txstore.keys import DATA_PREFIX, attempt_prefix, begin_key, parse_attempt, retired_key
-from txstore.manifest import DECISION_MAX_BYTES, Decision, Tombstone, decode_begin, encode
+from txstore.keys import DATA_PREFIX, attempt_prefixes, begin_key, parse_attempt, retired_key
+from txstore.manifest import DECISION_MAX_BYTES, Decision, Tombstone, decode_begin, encode, spread_of
 from txstore.retry import RetryingStore
 from txstore.slot_walk import claim_abort
 from txstore.store import KeepsUnfinished, ObjectInfo, Store
@@ -74,6 +74,7 @@ def sweep(
             f"a grace of {grace_s:.0f} s is below the floor of {GRACE_FLOOR_S:.0f} s",
             next_step="pass force=True if no save is running",
         )
+    spread = spread_of(read_store_format(store))  # of a layout that this release does not know nothing is deleted
     # Candidates first, decisions second: a commit that lands in between is seen (restic, lakeFS).
     found: dict[tuple[str, str], list[ObjectInfo]] = {}
     for info in store.list(DATA_PREFIX):
@@ -87,7 +88,7 @@ def sweep(
         if not dry_run:
             if why == "undecided" and claim_abort(store, checkpoint, txn).kind == "commit":
                 continue  # it committed while we looked
-            _delete_attempt(store, checkpoint, txn)
+            _delete_attempt(store, checkpoint, txn, spread)
         removed.append(Orphan(checkpoint, txn, len(objects), sum(info.size for info in objects), why))
     return removed + _sweep_unfinished(store, grace_s=grace_s, dry_run=dry_run, now_s=clock())
 
@@ -142,7 +143,7 @@ def retire(store: Store, decision: Decision, *, reason: str = "retention", prote
         store.create(retired_key(decision.checkpoint, decision.slot), encode(record))
     except AlreadyExistsError:
         pass  # an earlier run set it and may have died before the last delete
-    _delete_attempt(store, decision.checkpoint, decision.txn)
+    _delete_attempt(store, decision.checkpoint, decision.txn, spread_of(read_store_format(store)))
 
 
 def expired(entries: Sequence[Entry], *, keep_last: int, protect: Iterable[str] = ()) -> list[Decision]:
@@ -190,9 +191,10 @@ def _age_s(store: Store, checkpoint: str, txn: str, objects: Sequence[ObjectInfo
     return now_s - max(past) if past else 0.0
 
 
-def _delete_attempt(store: Store, checkpoint: str, txn: str) -> None:
+def _delete_attempt(store: Store, checkpoint: str, txn: str, spread: int) -> None:
     """Delete an attempt's objects, ``begin.json`` last: until then a later sweep can tell its age."""
     last = begin_key(checkpoint, txn)
-    keys = [info.key for info in store.list(attempt_prefix(checkpoint, txn)) if info.key != last]
-    for key in [*keys, last]:
-        store.delete(key)
+    for prefix in attempt_prefixes(checkpoint, txn, spread):
+        for key in [info.key for info in store.list(prefix) if info.key != last]:
+            store.delete(key)
+    store.delete(last)

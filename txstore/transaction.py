@@ -50,6 +50,7 @@ from txstore.manifest import (
     decode_manifest,
     encode,
     seal,
+    spread_of,
 )
 from txstore.root import KnownStore, ensure_store
 from txstore.side_by_side import side_by_side
@@ -66,6 +67,7 @@ class Ticket:
     url: str
     checkpoint: str
     txn: str
+    spread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def write_shard(store: Store, ticket: Ticket, rank: int, number: int, source: So
     Raises:
         IntegrityError: The store reports another size or checksum than was sent.
     """
-    key = shard_key(ticket.checkpoint, ticket.txn, rank, number)
+    key = shard_key(ticket.checkpoint, ticket.txn, rank, number, ticket.spread)
     checked = ChecksummedSource(source, key)
     info = store.put(key, checked)
     crc = combine_blocks(checked.blocks, checked.size)
@@ -134,7 +136,7 @@ def begin(
         ConfigError: Not a checkpoint name.
     """
     check_checkpoint(checkpoint)
-    ensure_store(store, known)
+    layout = ensure_store(store, known)
     stood = frozenset(
         decision.txn
         for decision in walk_slots(store, checkpoint)
@@ -146,7 +148,7 @@ def begin(
             key=checkpoint,
             next_step="choose another name, or pass overwrite=True to commit it again in the next slot",
         )
-    ticket = Ticket(store.url, checkpoint, new_txn())
+    ticket = Ticket(store.url, checkpoint, new_txn(), spread_of(layout))
     who = writer if writer is not None else default_writer()
     record = Begin(
         checkpoint=checkpoint,

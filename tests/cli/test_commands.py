@@ -534,3 +534,30 @@ def test_json_schema_of_errors(cli, url: str) -> None:
         "url": "str",
         "error": {"type": "str", "message": "str", "key": "str", "next_step": "str", "exit_code": "int"},
     }
+
+
+def test_init_makes_a_store_once_and_tells_its_layout(cli, store: Store, url: str) -> None:
+    assert cli("ls", url).code == NOT_FOUND
+    made = cli("init", url, "--spread", "16", "--json")
+    assert (made.code, made.json["format_version"], made.json["spread"]) == (OK, 2, 16)
+    assert cli("ls", url).code == OK
+    again = cli("init", url)
+    assert (again.code, "spread over 16 prefixes" in again.out) == (OK, True)
+    other = cli("init", url, "--spread", "0")
+    assert other.code == STORE
+    assert "a store keeps its layout" in other.err
+    commit_sample(store, "step-1", ranks=3)
+    assert {info.key.split("/")[1] for info in store.list("data/")} == {"_00", "_01", "_02", "step-1"}
+    assert cli("ls", url, "--json").names == ["step-1"]
+    assert cli("verify", url, "--depth", "full").code == OK
+
+
+def test_init_without_a_spread_makes_the_store_that_a_save_would_make(cli, store: Store, url: str) -> None:
+    assert cli("init", url, "--json").json["spread"] == 0
+    assert store.read("txstore.json") == b'{"format":"txstore","version":1}'
+
+
+@pytest.mark.parametrize("spread", ["1", "257", "-1", "x"])
+def test_init_with_an_impossible_spread_is_wrong_usage(cli, root: Path, url: str, spread: str) -> None:
+    assert cli("init", url, "--spread", spread).code == USAGE
+    assert not root.exists()

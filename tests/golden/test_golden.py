@@ -14,8 +14,8 @@ from safetensors import safe_open
 from txstore import manifest, open_store
 from txstore.catalog import entries, find, newest
 from txstore.dcp import StorageReader
-from txstore.decisions import read_index, read_manifest
-from txstore.index import encode_index
+from txstore.decisions import read_index, read_manifest, read_store_format
+from txstore.index import GridRecord, encode_index
 from txstore.keys import parse_decision_key, parse_retired_key
 from txstore.manifest import Description, Progress, encode
 from txstore.ops.verify import verify_store
@@ -63,7 +63,19 @@ def same(one: object, other: object) -> bool:
 
 
 def test_there_is_one_for_each_version() -> None:
-    assert [path.name for path in VERSIONS] == [f"v{number + 1}" for number in range(manifest.VERSION)]
+    assert [path.name for path in VERSIONS] == [f"v{number + 1}" for number in range(manifest.SPREAD_VERSION)]
+
+
+def test_each_has_what_its_version_brought() -> None:
+    stores = [open_store(f"file://{path}") for path in VERSIONS]
+    assert [manifest.spread_of(read_store_format(store)) for store in stores] == [0, 3]
+    indexes = [read_index(store, found, read_manifest(store, found)) for store in stores if (found := newest(store))]
+    assert [index.version for index in indexes] == [1, 2]
+    assert {item.name for item in indexes[1].items if isinstance(item, GridRecord)} == {
+        "model.weight",
+        "model.half",
+        "model.mask",
+    }
 
 
 @pytest.mark.parametrize(("name", "seed"), [(None, 5), ("step-2", 22), ("step-5", 5)])
@@ -130,10 +142,15 @@ def test_documents_are_encoded_as_they_were(store: Store) -> None:
 
 
 def test_the_safetensors_library_reads_the_shards(root: Path, store: Store) -> None:
-    shards = read_manifest(store, newest(store)).shards
-    with safe_open(root / shards[0].key, framework="pt") as file:
-        assert file.metadata()["format"] == "pt"
-        assert torch.equal(file.get_tensor("model.weight"), (torch.arange(12) + 5).float().reshape(3, 4))
-        assert file.get_slice("complex").get_dtype() == "U8"
-        assert file.get_slice("complex").get_shape() == [12, 16]
-        assert torch.equal(file.get_tensor("__metadata__.value"), torch.ones(1))
+    found: dict[str, list[torch.Tensor]] = {}
+    for shard in read_manifest(store, newest(store)).shards:
+        with safe_open(root / shard.key, framework="pt") as file:
+            assert file.metadata()["format"] == "pt"
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                found.setdefault(name, []).append(file.get_tensor(name))
+                if name == "complex":
+                    assert file.get_slice(name).get_dtype() == "U8"
+                    assert file.get_slice(name).get_shape() == [12, 16]
+    assert torch.equal(torch.cat(found["model.weight"]), (torch.arange(12) + 5).float().reshape(3, 4))
+    assert len(found["complex"]) == 1
+    assert torch.equal(found["__metadata__.value"][0], torch.ones(1))

@@ -300,13 +300,13 @@ def abort_in_slot_1(
 
 
 def data_before_tombstone(target: store.Store, decision: Decision) -> None:
-    sweep._delete_attempt(target, decision.checkpoint, decision.txn)
+    sweep._delete_attempt(target, decision.checkpoint, decision.txn, 0)
     target.create(f"retired/{decision.checkpoint}.{decision.slot}", b"{}")
 
 
-def delete_the_decision_too(target: store.Store, checkpoint: str, txn: str) -> None:
+def delete_the_decision_too(target: store.Store, checkpoint: str, txn: str, spread: int) -> None:
     slots = [found.slot for found in decisions.walk_slots(target, checkpoint) if found.txn == txn]
-    real_delete_attempt(target, checkpoint, txn)
+    real_delete_attempt(target, checkpoint, txn, spread)
     for slot in slots:
         target.delete(decision_key(checkpoint, slot))
 
@@ -315,7 +315,7 @@ def commit_that_cleans_up(self: Transaction, *args: object, **options: object) -
     try:
         return real_commit(self, *args, **options)  # type: ignore[arg-type]
     except (StoreError, CommitUnknown):
-        sweep._delete_attempt(self._store, self.ticket.checkpoint, self.ticket.txn)
+        sweep._delete_attempt(self._store, self.ticket.checkpoint, self.ticket.txn, 0)
         raise
 
 

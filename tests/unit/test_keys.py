@@ -1,5 +1,7 @@
 """The key grammar: what is written can be parsed back, and nothing else gets through."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +35,37 @@ def test_data_keys_round_trip_and_obey_the_grammar(checkpoint, txn, rank, number
         assert keys.check_key(key) == key
         assert keys.parse_attempt(key) == (checkpoint, txn)
         assert keys.parse_decision_key(key) is None
+
+
+@given(CHECKPOINTS, TXNS, st.integers(0, 99_999), st.integers(0, 99_999), st.integers(2, keys.SPREAD_MAX))
+def test_spread_shards_round_trip_and_lie_below_one_of_the_prefixes(checkpoint, txn, rank, number, spread):
+    key = keys.shard_key(checkpoint, txn, rank, number, spread)
+    assert keys.check_key(key) == key
+    assert keys.parse_attempt(key) == (checkpoint, txn)
+    first, *rest = keys.attempt_prefixes(checkpoint, txn, spread)
+    assert first == keys.attempt_prefix(checkpoint, txn)
+    assert len(set(rest)) == spread
+    assert sum(key.startswith(prefix) for prefix in rest) == 1
+    assert not key.startswith(first)
+    assert all(keys.parse_attempt(prefix + "x") == (checkpoint, txn) for prefix in rest)
+
+
+@pytest.mark.parametrize(("ranks", "files"), [(1000, 1), (1, 1000), (100, 10)])
+def test_shards_are_spread_evenly(ranks, files):
+    prefixes = Counter(
+        keys.shard_key("step-1", "0" * 32, rank, number, 16).split("/")[1]
+        for rank in range(ranks)
+        for number in range(files)
+    )
+    assert set(prefixes) == {f"_{part:02x}" for part in range(16)}
+    assert max(prefixes.values()) - min(prefixes.values()) <= files
+
+
+@pytest.mark.parametrize(
+    "key", ["data/_0/step-1", "data/_0g/step-1", "data/_0a/_0b/step-1", "data/_0a", "_0a/data/step-1"]
+)
+def test_what_is_no_spread_is_a_stray_object(key):
+    assert keys.parse_attempt(f"{key}/{'0' * 32}/x") is None
 
 
 @given(st.text(max_size=40))

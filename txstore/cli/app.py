@@ -12,7 +12,7 @@ import txstore
 from txstore.cli import listing
 from txstore.cli.outcome import run, run_without_store
 from txstore.errors import ConfigError
-from txstore.keys import check_checkpoint
+from txstore.keys import SPREAD_MAX, check_checkpoint
 from txstore.ops.report import SAMPLE_BLOCKS, Depth
 from txstore.ops.timeline import MOST_BUFFERS, Plan, WhenBusy
 
@@ -34,7 +34,7 @@ TXSTORE_DEBUG=1 adds debug logs and tracebacks on stderr.
 
 app = typer.Typer(
     name="txstore",
-    help="Look at the checkpoints of a txstore store. Nothing here unpickles, and only probe writes.",
+    help="Look at the checkpoints of a txstore store. Nothing here unpickles, and only init and probe write.",
     epilog=EXIT_CODES,
     add_completion=False,
     no_args_is_help=True,
@@ -137,6 +137,27 @@ def verify(
         lambda store: verifying.verify(store, url, name, everything=everything, depth=depth, seed=seed, blocks=blocks),
         as_json=as_json,
     )
+
+
+@app.command(epilog=EXIT_CODES)
+def init(
+    url: Url,
+    *,
+    spread: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help=f"Spread shards over N key prefixes, 2 to {SPREAD_MAX}, for S3's limits of a prefix; 0 for none.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a store before its first save, and choose its layout; the same again changes nothing."""
+    from txstore.cli import making  # noqa: PLC0415 - `ls` must not pay for it
+
+    if spread is not None and spread != 0 and not 2 <= spread <= SPREAD_MAX:
+        raise typer.BadParameter(f"--spread {spread} is neither 0 nor 2 to {SPREAD_MAX}")
+    run(url, lambda store: making.init(store, url, spread), as_json=as_json)
 
 
 @app.command(epilog=EXIT_CODES)

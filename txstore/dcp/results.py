@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from txstore.dcp.metadata import Corner, Placed, Placements
 from txstore.errors import PlanMismatch
-from txstore.keys import attempt_prefix
+from txstore.keys import parse_attempt
 from txstore.transaction import Ticket
 
 Items = frozenset[tuple[str, Corner]]
@@ -30,7 +30,7 @@ def match(ticket: Ticket, planned: Sequence[Items | None], results: Sequence[Seq
     """
     if len(planned) != len(results):
         raise PlanMismatch(f"{len(planned)} ranks were planned, {len(results)} reported")
-    prefix = attempt_prefix(ticket.checkpoint, ticket.txn)
+    attempt = (ticket.checkpoint, ticket.txn)
     placed: defaultdict[str, dict[Corner, Placed]] = defaultdict(dict)
     for rank, (items, reports) in enumerate(zip(planned, results, strict=True)):
         got = items_of(report.index for report in reports)
@@ -53,7 +53,7 @@ def match(ticket: Ticket, planned: Sequence[Items | None], results: Sequence[Seq
             ):
                 raise PlanMismatch(f"rank {rank} reported a wrong size", key=fqn, rank=rank)
             if id(at.shard) not in own:
-                if at.shard.rank != rank or not at.shard.key.startswith(prefix):
+                if at.shard.rank != rank or parse_attempt(at.shard.key) != attempt:
                     raise PlanMismatch(f"rank {rank} reported a file that is not its own", key=at.shard.key, rank=rank)
                 own.add(id(at.shard))
             places = placed[fqn]

@@ -251,7 +251,7 @@ class StorageWriter(DcpStorageWriter):
 
     def know(self, decision: Decision) -> None:
         """The store holds this commit: a save that does not find it there fails with `StoreReplaced`."""
-        self._known.see(decision)
+        self._known.see(decision=decision)
 
     def give_up(self) -> dict[str, Decision | None]:
         """Stop, from any thread and on any rank, all that is not decided, without a request to the store.
@@ -325,7 +325,7 @@ class StorageWriter(DcpStorageWriter):
             description=self.description,
             visibility=self._visibility,
         )
-        self._known.see(save.decision)
+        self._known.see(decision=save.decision)
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = Locations(index, list(metadata.state_dict_metadata))
 
