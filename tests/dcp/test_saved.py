@@ -221,3 +221,21 @@ def test_chunks_are_made_for_what_is_loaded_and_nothing_else(tmp_path: Path, mon
     dcp.load(target, storage_reader=StorageReader(url, strict=False), planner=planner, no_dist=True)
     assert torch.equal(target["b"], values["b"])
     assert made == [1]
+
+
+def test_the_strict_planner_makes_the_chunks_of_its_own_part_alone(index: Index, monkeypatch) -> None:
+    made = []
+    chunks_of = saved._chunks_of
+    monkeypatch.setattr(saved, "_chunks_of", lambda boxes: made.append(len(boxes := list(boxes))) or chunks_of(boxes))
+    value = torch.zeros(4, 6)
+    value.__create_chunk_list__ = lambda: [ChunkStorageMetadata(torch.Size((1, 1)), torch.Size((2, 1)))]  # type: ignore[attr-defined]
+    plans = []
+    for planner in (StrictLoadPlanner(), DefaultLoadPlanner(allow_partial_load=True)):
+        metadata = build_metadata(index, "k")
+        planner.set_up_planner({"grid": value}, metadata, is_coordinator=True)
+        plan = planner.create_local_plan()
+        assert planner.metadata is metadata
+        plans.append([item for item in plan.items if 0 not in item.lengths])
+    assert plans[0] == plans[1]
+    assert len(plans[0]) == 1
+    assert made == [1, 6]
