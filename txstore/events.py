@@ -37,8 +37,11 @@ log = logging.getLogger(__name__)
 _LONGEST_TEXT = 2000
 """Characters of an error that an event carries: a mismatch may name every key of a model."""
 
-SkipReason = Literal["in_flight", "staging_bytes", "commit_lag"]
-"""Which limit was reached: saves on their way, bytes of snapshots, age of the oldest save on its way."""
+WhenBusy = Literal["wait", "skip", "raise"]
+"""What a save does while an earlier one is still on its way: wait for it, leave itself out, or raise `SaveBusy`."""
+
+SkipReason = Literal["in_flight", "commit_lag"]
+"""Which limit was reached: saves on their way, age of the oldest save on its way."""
 
 SavePhase = Literal["wait", "capture", "copy", "plan", "write", "commit", "unknown"]
 """Where a save was when it failed; ``wait`` is waiting for, or refused because of, an earlier save."""
@@ -87,7 +90,7 @@ class SaveRequested(_Event, frozen=True, kw_only=True):
         when_busy: What the policy does if an earlier save is still on its way.
     """
 
-    when_busy: Literal["wait", "skip", "raise"]
+    when_busy: WhenBusy
 
 
 class SaveSkipped(_Event, frozen=True, kw_only=True):

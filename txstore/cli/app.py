@@ -14,7 +14,7 @@ from txstore.cli.outcome import run, run_without_store
 from txstore.errors import ConfigError
 from txstore.keys import SPREAD_MAX, check_checkpoint
 from txstore.ops.report import SAMPLE_BLOCKS, Depth
-from txstore.ops.timeline import MOST_BUFFERS, Plan, WhenBusy
+from txstore.ops.timeline import MOST_BUFFERS, Drawn, Plan
 
 EXIT_CODES = """\b
 Exit codes:
@@ -182,7 +182,7 @@ def timeline(
     copy_ms: Annotated[str, _duration("The copy, for which training stands still")] = "2",
     write_ms: Annotated[str, _duration("Write and commit, in the background")] = "12",
     buffers: Annotated[int, typer.Option(min=1, max=MOST_BUFFERS, metavar="N", help="Copies that fit in memory.")] = 1,
-    when_busy: Annotated[WhenBusy, typer.Option(help="What a save does if no buffer is free.")] = "wait",
+    when_busy: Annotated[Drawn, typer.Option(help="What a save does if no buffer is free.")] = "wait",
     as_json: AsJson = False,
 ) -> None:
     """Draw when training stands still and when its saves are committed; needs no store."""

@@ -13,8 +13,8 @@ from typing import Literal, get_args
 
 from txstore.errors import ConfigError
 
-WhenBusy = Literal["wait", "skip"]
-"""What a save does if no buffer is free."""
+Drawn = Literal["wait", "skip"]
+"""The choices of `txstore.events.WhenBusy` that can be drawn: a run that raises has no schedule."""
 
 MOST_SAVES = 100_000
 """Saves of one schedule."""
@@ -43,7 +43,7 @@ class Plan:
     copy_ms: Fraction = Fraction(2)
     write_ms: Fraction = Fraction(12)
     buffers: int = 1
-    when_busy: WhenBusy = "wait"
+    when_busy: Drawn = "wait"
 
     def __post_init__(self) -> None:
         if min(self.steps, self.save_every, self.buffers) < 1:
@@ -52,8 +52,8 @@ class Plan:
             raise ConfigError(f"more than {MOST_BUFFERS} buffers or {MOST_SAVES} saves are too many to draw")
         if self.step_ms <= 0 or self.copy_ms < 0 or self.write_ms < 0:
             raise ConfigError("a step takes time, and no time is negative")
-        if self.when_busy not in get_args(WhenBusy):
-            raise ConfigError(f"when_busy={self.when_busy!r} is none of {get_args(WhenBusy)}")
+        if self.when_busy not in get_args(Drawn):
+            raise ConfigError(f"when_busy={self.when_busy!r} is none of {get_args(Drawn)}")
 
     @property
     def synchronous_ms(self) -> Fraction:

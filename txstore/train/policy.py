@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from txstore.errors import ConfigError
+from txstore.events import WhenBusy
 from txstore.ops.report import Depth
 
 MOST_IN_FLIGHT = 64
 """Each save on its way holds a copy of the state: more is a mistake."""
-
-WhenBusy = Literal["wait", "skip", "raise"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +27,8 @@ class SavePolicy:
         verify: How deep the coordinator reads each checkpoint back when it is committed, in the background: see
             `txstore.ops.verify`. None for not at all. Damage is raised like a failed save.
         max_failed_in_a_row: So many failed saves, one after another, are warned about and not raised.
-        deadline_s: The longest that a save may be on its way, that one phase of a resume may take, and that one rank
-            waits for the others, in seconds.
+        deadline_s: The longest that a save may be on its way, that its verification may take, and that one phase of a
+            resume may take, in seconds. A rank waits for the others half as long again.
     """
 
     max_in_flight: int = 1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class FellBack:
+class PassedOver:
     """A damaged checkpoint that was passed over, because the caller allowed it."""
 
     checkpoint: str
@@ -50,7 +50,7 @@ class ResumeReport:
     txn: str = ""
     saved_world_size: int = 0
     world_size: int = 0
-    fell_back: list[FellBack] = field(default_factory=list)
+    fell_back: list[PassedOver] = field(default_factory=list)
     accepted: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     restored: dict[str, Mapping[str, Any]] = field(default_factory=dict)

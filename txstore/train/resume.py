@@ -47,7 +47,7 @@ from txstore.train.exchange import Exchange
 from txstore.train.migrated import MigratedLoad
 from txstore.train.piece import OnWorldSizeChange
 from txstore.train.proof import Check
-from txstore.train.report import FellBack, ResumeReport
+from txstore.train.report import PassedOver, ResumeReport
 from txstore.train.saves import cause_of
 from txstore.train.state import TrainState, unaccounted
 from txstore.train.telling import Teller
@@ -166,7 +166,7 @@ class Resume:
                     raise
                 log.warning("%s is damaged, falling back to the one before: %s", name.checkpoint, error)
                 damaged[name] = error
-                report.fell_back.append(FellBack(name.checkpoint, str(error)))
+                report.fell_back.append(PassedOver(name.checkpoint, str(error)))
 
     def _may_pass_over(self, decision: Decision | None, error: TxStoreError) -> SlotName | None:
         """What is damaged by this error, if another checkpoint may be taken instead: the decision record included."""
