@@ -7,8 +7,8 @@ from txstore.train.policy import SavePolicy
 from txstore.train.progress import TrainProgress
 from txstore.train.proof import Check, ProofPolicy, compare_with_control
 from txstore.train.report import ResumeReport
+from txstore.train.request import SaveHandle
 from txstore.train.resume import ResumeOptions
-from txstore.train.saves import SaveHandle
 from txstore.train.state import TrainState
 from txstore.train.stateful import per_rank, shared
 

@@ -39,8 +39,9 @@ from txstore.train.policy import SavePolicy
 from txstore.train.proof import ProofPolicy
 from txstore.train.proof_watch import ProofWatch
 from txstore.train.report import ResumeReport
+from txstore.train.request import Request, SaveHandle
 from txstore.train.resume import Resume, ResumeOptions
-from txstore.train.saves import BackgroundSaves, Request, SaveHandle
+from txstore.train.saves import BackgroundSaves
 from txstore.train.state import TrainState
 from txstore.train.telling import Teller
 
@@ -106,8 +107,9 @@ class Checkpointer:
         self._writer = StorageWriter(self.store, overwrite=overwrite, description=self.description)
         front, back = own_groups or (None, None)
         # A rank may come to an exchange as late as its own save is allowed to be.
-        self._front = Exchange("training thread", 1.5 * self.policy.deadline_s, process_group, own=front)
-        self._back = Exchange("background saves", self.policy.deadline_s, process_group, own=back)
+        patience_s = 1.5 * self.policy.deadline_s
+        self._front = Exchange("training thread", patience_s, process_group, own=front)
+        self._back = Exchange("background saves", patience_s, process_group, own=back)
         if not self.description.topology:
             # Else nothing would stop another number of ranks: what nobody records, nobody compares.
             self.description = replace(self.description, topology={"world": self._front.world_size})
@@ -118,7 +120,7 @@ class Checkpointer:
                 next_step="describe this run as it is: every later resume is judged by what is recorded",
             )
         self._lineage = Lineage(self.store, self._front, self.policy.deadline_s)
-        self._ledger = Ledger(self.policy, self._front, self.store, self._writer.abandon)
+        self._ledger = Ledger(self.policy, self._front, self._writer)
         self._teller = Teller(observers, self._front.rank, self._front.world_size)
         read_back = self._read_back if self.policy.verify else None
         self._saves = BackgroundSaves(self._writer, self._back, self._teller.ended, read_back)
@@ -317,7 +319,9 @@ class Checkpointer:
         """Wait until all saves have ended; the decisions of those that this call accounted for.
 
         Raises:
-            DeadlineExceeded: A save is stuck, and was given up: unless it was committed before that, it never will be.
+            DeadlineExceeded: A save is stuck, and was given up. The message says whether it is committed; if not, it
+                never will be. So does its handle.
+            CommitUnknown: A save is stuck, and may have been committed, or may yet be.
             TxStoreError: A save failed, the same error on all ranks.
         """
         self._check_open()

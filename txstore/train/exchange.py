@@ -55,6 +55,11 @@ class Exchange:
         """Whether this rank decides what is decided once."""
         return self.rank == 0
 
+    @property
+    def broken(self) -> DeadlineExceeded | None:
+        """Why this exchange cannot be used any more, or None."""
+        return self._broken
+
     def gather(self, phase: str, value: T) -> list[T]:
         """Every rank's `value`, in rank order, on every rank.
 

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-from txstore.errors import CommitUnknown, DeadlineExceeded, PlanMismatch, SaveBusy, TxStoreError, describe
+from txstore.dcp.writer import StorageWriter
+from txstore.errors import DeadlineExceeded, PlanMismatch, SaveBusy, TxStoreError
+from txstore.events import SkipReason
 from txstore.manifest import Decision
-from txstore.store import Store
-from txstore.train.deadline import within
 from txstore.train.exchange import Exchange
+from txstore.train.fate import agreed, give_up, stuck, with_fates
 from txstore.train.policy import SavePolicy
-from txstore.train.saves import Request, stuck
+from txstore.train.request import Request
 
 log = logging.getLogger(__name__)
-
-GIVE_UP_S = 60.0
-"""How long the coordinator tries to abort a save that is stuck."""
-
-Skipped = Literal["in_flight", "commit_lag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +37,13 @@ class Ledger:
     Args:
         policy: Limits.
         front: The ranks' exchange on the training thread.
-        store: For what it is doing, when it is stuck.
-        abandon: Makes sure that nothing of what is on its way commits any more; for the coordinator.
+        writer: Writes them; it is given up with a save that is stuck.
     """
 
-    def __init__(self, policy: SavePolicy, front: Exchange, store: Store, abandon: Callable[[], object]) -> None:
+    def __init__(self, policy: SavePolicy, front: Exchange, writer: StorageWriter) -> None:
         self._policy = policy
         self._front = front
-        self._store = store
-        self._abandon = abandon
+        self._writer = writer
         self._requests: list[Request] = []
         self._failed_in_a_row = 0
         self._stuck: TxStoreError | None = None
@@ -70,7 +62,7 @@ class Ledger:
         """Take note of a save that is on its way."""
         self._requests.append(request)
 
-    def make_room(self, checkpoint: str) -> Skipped | None:
+    def make_room(self, checkpoint: str) -> SkipReason | None:
         """Agree on the next save, account for earlier ones and apply the policy.
 
         Returns:
@@ -86,13 +78,13 @@ class Ledger:
         for rank, bid in enumerate(bids):
             if bid.checkpoint != bids[0].checkpoint:
                 raise PlanMismatch(f"rank {rank} saves {bid.checkpoint}, rank 0 {bids[0].checkpoint}", rank=rank)
-        agreed = min(bid.ended for bid in bids)
-        late = any(bid.late for bid in bids) and agreed < len(self._requests)
-        surplus = max(len(self._requests) - agreed - self._policy.max_in_flight + 1, int(late))
+        ended = min(bid.ended for bid in bids)
+        late = any(bid.late for bid in bids) and ended < len(self._requests)
+        surplus = max(len(self._requests) - ended - self._policy.max_in_flight + 1, int(late))
         if surplus > 0 and self._policy.when_busy == "wait":
-            self.wait_for(agreed + surplus)
+            self.wait_for(ended + surplus)
             return None
-        self._account_for(agreed)
+        self._account_for(ended)
         if surplus <= 0:
             return None
         if self._policy.when_busy == "raise":
@@ -121,27 +113,36 @@ class Ledger:
         """Wait for the oldest `count` saves on all ranks, then account for them.
 
         Raises:
-            DeadlineExceeded: One is stuck, and was given up: unless it was committed before that, it never will be.
-            CommitUnknown: One is stuck, and it could not be aborted.
+            DeadlineExceeded: One is stuck, and was given up; the message says of each save whether it stands. What does
+                not stand never will.
+            CommitUnknown: One is stuck, and may have been committed.
             TxStoreError: One failed, and the policy does not tolerate it.
         """
         error: TxStoreError | None = None
         for request in self._requests[:count]:
-            if not request.ended.wait(self._left_s(request)):
+            if not self._ends(request):
                 error = self._stuck_at(request)
                 break
         try:
             self._front.settle("end of earlier saves", error)
-        except DeadlineExceeded as agreed:
-            self._stuck = self._give_up(agreed)
+        except DeadlineExceeded as late:
+            self._stuck = self._give_up(late)
             raise self._stuck from None
         return self._account_for(count)
 
+    def _ends(self, request: Request) -> bool:
+        """Whether it ends in time: the save in `deadline_s` from its request, its verification in as much again."""
+        while not request.ended.wait(self._left_s(request)):
+            if self._left_s(request) <= 0:
+                return False
+        return True
+
     def _left_s(self, request: Request) -> float:
-        return max(0.0, request.requested_s + self._policy.deadline_s - time.monotonic())
+        since_s = request.requested_s if request.committed_s is None else request.committed_s
+        return max(0.0, since_s + self._policy.deadline_s - time.monotonic())
 
     def _stuck_at(self, request: Request) -> DeadlineExceeded:
-        return stuck(self._store, request, self._policy.deadline_s, self._front.rank)
+        return stuck(self._writer.store, request, self._policy.deadline_s, self._front.rank)
 
     def _account_for(self, count: int) -> list[Decision]:
         """Take note of the oldest `count` outcomes, which all ranks know; raise what the policy does not tolerate."""
@@ -161,27 +162,33 @@ class Ledger:
             raise errors[-1]
         return decisions
 
-    def _give_up(self, error: DeadlineExceeded) -> TxStoreError:
-        """After a save that is stuck, on any rank: make sure that it never commits."""
-        if not self._front.is_coordinator:
-            return error
+    def _give_up(self, late: DeadlineExceeded) -> TxStoreError:
+        """After a save that is stuck, on any rank: stop what can be stopped, and find out what became of each save."""
+        for request in self._requests:
+            request.given_up = True
+        fates = give_up(self._writer, self._requests, self._front)
         try:
-            within(GIVE_UP_S, self._store, "the abort of a save that is stuck", self._abandon)
-        except Exception as unsettled:  # noqa: BLE001 - also a foreign backend's
-            return CommitUnknown(
-                f"{error.message}; and it could not be aborted: {describe(unsettled)}",
-                key=error.key,
-                rank=error.rank,
-                next_step="look with `txstore ls`: the checkpoint may exist or come to exist",
-            )
+            fates = agreed(self._front.gather("what became of the saves", fates))
+        except TxStoreError as silent:
+            log.warning("the ranks could not agree on what became of the saves: %s", silent)
+        error = with_fates(late, fates)
+        for request, fate in zip(self._requests, fates, strict=True):
+            request.settle(fate.decision, error)
         return error
 
     def overlooked(self) -> str:
         """Wait for what is on its way, on this rank alone; what nobody has been told, or ""."""
         told = []
-        for request in [] if self._stuck else self._requests:
-            if not request.ended.wait(self._left_s(request)):
-                told.append(str(self._stuck_at(request)))
-            elif request.error is not None:
+        waiting = [] if self._stuck else list(self._requests)
+        for number, request in enumerate(waiting):
+            if not self._ends(request):
+                left = waiting[number:]
+                fates = give_up(self._writer, left, self._front)
+                error = with_fates(self._stuck_at(request), fates)
+                for one, fate in zip(left, fates, strict=True):
+                    one.settle(fate.decision, error)
+                told.append(str(error))
+                break
+            if request.error is not None:
                 told.append(f"the save of {request.handle.checkpoint} failed: {request.error}")
         return "; ".join(told)

@@ -9,80 +9,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from txstore.dcp.snapshot import Snapshot
-from txstore.dcp.writer import Phase, StorageWriter
-from txstore.errors import AlreadyCommitted, DeadlineExceeded, LoadError, SaveError, TxStoreError, describe
-from txstore.events import SavePhase
-from txstore.manifest import Decision, Description
-from txstore.retry import RetryingStore
+from txstore.dcp.writer import StorageWriter
+from txstore.errors import AlreadyCommitted, CommitUnknown, LoadError, SaveError, TxStoreError, describe
+from txstore.manifest import Decision
 from txstore.train.exchange import Exchange, typed
-
-
-class SaveHandle:
-    """One save that was asked for.
-
-    Attributes:
-        checkpoint: Its name.
-        step: The global step it was taken at.
-        staged: Done when the snapshot was independent of training, on all ranks.
-        committed: Done when the checkpoint exists, with its decision; or failed, with the same error on all ranks.
-            Cancelling it is not possible: a save that is on its way cannot be called back.
-        skipped: Why there is no save, or "". The futures of a skipped save are cancelled.
-    """
-
-    def __init__(self, checkpoint: str, step: int, *, skipped: str = "") -> None:
-        self.checkpoint = checkpoint
-        self.step = step
-        self.skipped = skipped
-        self.staged: Future[None] = Future()
-        self.committed: Future[Decision] = Future()
-        for future in (self.staged, self.committed):
-            # Running futures cannot be cancelled: `cancel()` answers False instead of a promise it cannot keep.
-            future.cancel() if skipped else future.set_running_or_notify_cancel()
-
-    def __repr__(self) -> str:
-        state = self.skipped or "on its way"
-        if self.committed.done() and not self.skipped:
-            state = "failed" if self.committed.exception() else "committed"
-        return f"SaveHandle({self.checkpoint}, {state})"
-
-
-@dataclass(slots=True)
-class Request:
-    """A staged save on its way to the store. Times are of the monotonic clock, in seconds."""
-
-    handle: SaveHandle
-    snapshot: Snapshot
-    description: Description
-    overwrite: bool
-    requested_s: float
-    waited_s: float
-    staged_s: float
-    begun_s: float | None = None
-    reached_s: dict[Phase, float] = field(default_factory=dict)
-    written_bytes: int = 0
-    ended_s: float | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
-    error: TxStoreError | None = None
-
-    def reach(self, phase: Phase, nbytes: int) -> None:
-        """Note that a phase has begun on this rank."""
-        self.reached_s[phase] = time.monotonic()
-        if phase == "written":
-            self.written_bytes = nbytes
-
-    @property
-    def phase(self) -> SavePhase:
-        """Where the save is, or was when it ended."""
-        last = next(reversed(self.reached_s), None)
-        return "wait" if last is None else "commit" if last == "written" else last
-
+from txstore.train.fate import give_up, with_fates
+from txstore.train.request import Request
 
 Ended = Callable[[Request, Decision | None], None]
 ReadBack = Callable[[Decision], object]
@@ -130,11 +66,11 @@ class BackgroundSaves:
             request.snapshot.release()
             request.ended_s = time.monotonic()
             self._ended(request, decision)
-            if request.error is None and decision is not None:
-                request.handle.committed.set_result(decision)
+            if not request.given_up:
+                request.settle(decision, request.error)
+            if decision is not None and request.error is None:
+                request.committed_s = request.ended_s
                 request.error = self._verified(decision)
-            else:
-                request.handle.committed.set_exception(request.error or SaveError("no commit was reported"))
             request.ended.set()
 
     def _verified(self, decision: Decision) -> TxStoreError | None:
@@ -173,11 +109,21 @@ class BackgroundSaves:
             self._exchange.settle(f"outcome of {name}", error)
             return self._exchange.gather(f"decision on {name}", self._writer.decision)[0]
         except TxStoreError as agreed:
-            # A broken group has no agreement; what happened here says more than that it broke.
-            request.error = error if error is not None and isinstance(agreed, DeadlineExceeded) else agreed
+            if self._exchange.broken is not None:
+                return self._alone(request, error, self._exchange.broken)
+            request.error = agreed
             if isinstance(agreed, AlreadyCommitted):
                 agreed.next_step = "this step was saved before: by this run, or by another that shares its root"
             return None
+
+    def _alone(self, request: Request, error: TxStoreError | None, broken: TxStoreError) -> Decision | None:
+        """The ranks cannot agree any more: what this one can prove is all that it says."""
+        (fate,) = give_up(self._writer, [request], self._exchange)
+        if fate.decision is None and error is not None and (isinstance(error, CommitUnknown) or not fate.unknown):
+            request.error = error  # what happened here says more than that the group broke
+        else:
+            request.error = with_fates(broken, [fate])
+        return fate.decision
 
 
 def cause_of(error: BaseException, rank: int, checkpoint: str, wrap: type[TxStoreError] = SaveError) -> TxStoreError:
@@ -193,20 +139,3 @@ def cause_of(error: BaseException, rank: int, checkpoint: str, wrap: type[TxStor
             at, inner = failed[0]
             return wrap(f"rank {at} failed: {describe(inner)}", key=checkpoint, rank=at)
     return wrap(f"rank {rank} failed: {describe(error)}", key=checkpoint, rank=rank)
-
-
-def stuck(store: object, request: Request, deadline_s: float, rank: int) -> DeadlineExceeded:
-    """The error for a save that is still on its way after its deadline: says where it is."""
-    running = store.in_flight() if isinstance(store, RetryingStore) else []
-    if request.begun_s is None:
-        where, key = "waiting for an earlier save", request.handle.checkpoint
-    elif running:
-        where, key = f"in {running[0]}", running[0].key
-    else:
-        where, key = "waiting for the other ranks", ""  # the rank that is stuck names an object: its error is preferred
-    return DeadlineExceeded(
-        f"the save of {request.handle.checkpoint} did not end within {deadline_s:g} s: rank {rank} is {where}",
-        key=key,
-        rank=rank,
-        next_step="it was given up: `txstore ls` says whether it was committed before that; resume from the newest",
-    )

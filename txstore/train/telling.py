@@ -25,6 +25,7 @@ from txstore.events import (
     Staged,
     StepRecorded,
     Verified,
+    WhenBusy,
     Written,
     error_fields,
     restore_reason,
@@ -32,9 +33,8 @@ from txstore.events import (
 from txstore.manifest import Decision
 from txstore.ops.report import Report
 from txstore.train.history import StepRecord
-from txstore.train.policy import WhenBusy
 from txstore.train.report import ResumeReport
-from txstore.train.saves import Request, SaveHandle
+from txstore.train.request import Request, SaveHandle
 
 
 class _Common(TypedDict):
@@ -116,7 +116,7 @@ class Teller:
                     write_s=reached["written"] - reached["write"],
                 )
             )
-        if request.error is not None or decision is None:
+        if decision is None:
             self.refused(request.handle, request.phase, request.error or TxStoreError("no commit was reported"))
             return
         self._failed_in_a_row = 0
