@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from faults import Fault, FaultyStore, Raise
 from states import same
@@ -18,10 +19,11 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader, 
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from workers import Pool, Rank
+from workers import Pool, Pools, Rank
 
 from txstore.catalog import entries, find, newest
 from txstore.dcp import StorageReader, StorageWriter
+from txstore.dcp.world import World
 from txstore.errors import AlreadyCommitted, Conflict, SaveError, StoreFullError
 from txstore.registry import open_store
 
@@ -225,12 +227,71 @@ def on_ranks(me: Rank, root: str, mode: str) -> None:
     check("step-2", 2)
 
 
+def in_process_mode(me: Rank, root: str) -> None:
+    on_ranks(me, root, "PROCESS")
+    # The process that saves has a group of its own: it is whole, whatever becomes of ours.
+    options: dict[str, Any] = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+    future = save_async({f"own{me.rank}": torch.ones(3)}, "step-5", StorageWriter(root), **options)
+    dist.destroy_process_group()
+    future.result(WAIT_S)
+
+
 def test_thread_mode_on_ranks(pool: Pool, root: str) -> None:
     pool.run(3, on_ranks, root, "THREAD")
 
 
-def test_process_mode_on_ranks(pool: Pool, root: str) -> None:
-    pool.run(2, on_ranks, root, "PROCESS", deadline_s=90)
+def test_process_mode_on_ranks(pools: Pools, root: str) -> None:
+    with pools.fresh(2) as pool:
+        pool.run(2, in_process_mode, root, deadline_s=90)
+    whole = load(root, {"own0": torch.zeros(3), "own1": torch.zeros(3)}, "step-5")
+    assert float(whole["own0"].sum() + whole["own1"].sum()) == 6
+
+
+def destroyed(me: Rank, root: str, kind: str) -> Any:
+    """The group is destroyed after `async_save` has returned, and before its thread has begun to save."""
+    from torch.distributed.checkpoint import _async_thread_executor as executor
+
+    go, save = threading.Event(), executor.save_wrapper
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        assert go.wait(WAIT_S)
+        return save(*args, **kwargs)
+
+    executor.save_wrapper = later
+    made_early = StorageWriter(root)
+    made_early._world = World.__new__(World)  # as if made before the group was
+    made_early._world._group = None
+    writer = made_early if kind == "made before the group" else StorageWriter(root)
+    options = {"async_stager": stock_stager()} if kind == "a stager of DCP's" else {}
+    state = {"w": torch.ones(3), f"own{me.rank}": torch.ones(3)}
+    future = save_async(state, "step-1", writer, **options)
+    dist.destroy_process_group()
+    go.set()
+    errors = failures(future)
+    with pytest.raises(CheckpointException):
+        dcp.save(state, checkpoint_id="step-2", storage_writer=writer)
+    return [(type(error).__name__, str(error)) for error in errors.values()]
+
+
+@pytest.mark.parametrize("kind", ["", "made before the group", "a stager of DCP's"])
+def test_ranks_whose_group_is_destroyed_before_the_save_commit_nothing(kind: str, pools: Pools, root: str) -> None:
+    with pools.fresh(2) as pool:
+        for ((name, text),) in pool.run(2, destroyed, root, kind):
+            assert name == "PlanMismatch"
+            assert "wait for all saves before torch.distributed is destroyed" in text
+    assert entries(open_store(root)) == []
+
+
+def alone_afterwards(me: Rank, root: str) -> None:
+    dist.destroy_process_group()
+    if me.rank == 0:
+        dcp.save({"w": torch.ones(3)}, checkpoint_id="step-1", storage_writer=StorageWriter(root))
+
+
+def test_a_new_writer_saves_alone_when_the_group_is_gone(pools: Pools, root: str) -> None:
+    with pools.fresh(2) as pool:
+        pool.run(2, alone_afterwards, root)
+    assert [one.decision.checkpoint for one in entries(open_store(root))] == ["step-1"]
 
 
 def cached(**options: Any) -> dcp.DefaultSavePlanner:

@@ -32,6 +32,7 @@ from txstore.dcp.results import Items, items_of, match
 from txstore.dcp.saved import Locations
 from txstore.dcp.snapshot import SnapshotBuffers
 from txstore.dcp.staged import Staged, refused, take_refusal
+from txstore.dcp.world import World
 from txstore.errors import ConfigError, PlanMismatch, SaveError, TransactionStateError, TxStoreError, describe
 from txstore.manifest import Decision, Description, checked_description
 from txstore.retry import RetryPolicy
@@ -56,7 +57,7 @@ class _Save:
 Phase = Literal["plan", "write", "written", "commit"]
 """Where a rank's save is: ``written`` when its shards are durable, ``commit`` on the coordinator alone."""
 
-_NOT_CARRIED = frozenset({"_saves", "_attempts", "buffers", "on_phase"})
+_NOT_CARRIED = frozenset({"_saves", "_attempts", "_world", "buffers", "on_phase"})
 """What belongs to saves in progress and stays in its process."""
 
 
@@ -65,6 +66,9 @@ class StorageWriter(DcpStorageWriter):
 
     The checkpoint exists when the save returns (or its future resolves), whole and durable; before that,
     and after any failure, no reader sees any of it and the previous checkpoint is the newest.
+
+    A writer belongs to the default process group that exists when it is made, or else at its first `dcp.async_save`.
+    When that group is gone, it saves no more.
 
     Args:
         store: URL of the store's root, such as ``file:///checkpoints/run-1``, or an open store.
@@ -126,6 +130,7 @@ class StorageWriter(DcpStorageWriter):
         self.buffers = SnapshotBuffers()
         self._saves = threading.local()
         self._attempts = Attempts(self.store, self._known)
+        self._world = World()
 
     def __getstate__(self) -> dict[str, Any]:
         # async_save in PROCESS mode sends the writer to another process: no save in progress travels, and no buffer.
@@ -174,6 +179,8 @@ class StorageWriter(DcpStorageWriter):
         Waits while the save before through the same buffers is in progress. Raises nothing: what goes wrong on
         one rank is raised from the save, on all ranks, as every error of a save is.
         """
+        if not self._world.existed:
+            self._world = World()
         try:
             return self.buffers.stage(state_dict, save_ends_with_thread=True).state_dict
         except TxStoreError as error:
@@ -215,6 +222,13 @@ class StorageWriter(DcpStorageWriter):
         refusal = take_refusal() or save.refusal
         if refusal is not None:
             raise refusal
+        if self._world.is_gone:
+            # Each rank would find itself alone, take itself for the world, and commit its own part as the whole.
+            raise PlanMismatch(
+                "the process group that this writer belongs to is gone: the other ranks would be missing",
+                key=save.checkpoint or "",
+                next_step="wait for all saves before torch.distributed is destroyed; after that, make a new writer",
+            )
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
                 "use_collectives=False has no coordinator, so nobody could commit",
