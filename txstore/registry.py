@@ -80,6 +80,6 @@ def _factory(entry: EntryPoint) -> Callable[..., Store]:
             raise
         raise ConfigError(
             f"the backend for {entry.name}:// needs a package that is not installed: {error.name}",
-            next_step=f"pip install 'txstore[{extra}]'",
+            next_step=f"pip install '.[{extra}]' in txstore's checkout",
         ) from error
     return factory

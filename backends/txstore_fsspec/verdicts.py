@@ -38,9 +38,9 @@ _VERDICTS: dict[str, Verdict] = {
     "fsspec.implementations.local.LocalFileSystem": Verdict(
         refusal=_VISIBLE + ", and nothing is flushed to the disk", instead="use file://"
     ),
-    "s3fs.core.S3FileSystem": Verdict(refusal=_NATIVE, instead="use s3:// (pip install 'txstore[s3]')"),
-    "gcsfs.core.GCSFileSystem": Verdict(refusal=_NATIVE, instead="use gs:// (pip install 'txstore[gcs]')"),
-    "adlfs.spec.AzureBlobFileSystem": Verdict(refusal=_NATIVE, instead="use az:// (pip install 'txstore[azure]')"),
+    "s3fs.core.S3FileSystem": Verdict(refusal=_NATIVE, instead="use s3:// (extra 's3')"),
+    "gcsfs.core.GCSFileSystem": Verdict(refusal=_NATIVE, instead="use gs:// (extra 'gcs')"),
+    "adlfs.spec.AzureBlobFileSystem": Verdict(refusal=_NATIVE, instead="use az:// (extra 'azure')"),
     "fsspec.implementations.arrow.HadoopFileSystem": Verdict(refusal=_VISIBLE, instead="use an object store"),
     "fsspec.implementations.sftp.SFTPFileSystem": Verdict(
         refusal=_VISIBLE, instead="mount the directory and use file://"

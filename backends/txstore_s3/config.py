@@ -191,7 +191,7 @@ def check_endpoint(endpoint_url: str) -> None:
     if parts.hostname == "storage.googleapis.com" or parts.hostname.endswith(".storage.googleapis.com"):
         raise ConfigError(
             "storage.googleapis.com ignores conditions on writes made through its S3 interface",
-            next_step="use a gs:// URL: pip install 'txstore[gcs]'",
+            next_step="use a gs:// URL: pip install '.[gcs]' in txstore's checkout",
         )
 
 

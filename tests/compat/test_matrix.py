@@ -139,7 +139,7 @@ def test_without_pyyaml_it_says_what_to_install_and_the_rest_works() -> None:
     assert done.returncode == 0, done.stderr
     told, loaded = done.stdout.splitlines()
     assert told.startswith("ConfigError")
-    assert "pip install 'txstore[train]'" in told
+    assert "pip install '.[train]' in txstore's checkout" in told
     assert loaded == "[]"
 
 

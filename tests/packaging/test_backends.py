@@ -62,7 +62,7 @@ def test_missing_sdk_says_what_to_install(tmp_path: Path) -> None:
     install(tmp_path, "acme_store", "acme", "acme_store:open_store", {"acme_store": source})
     answer = opened("acme://bucket", tmp_path)
     assert answer.startswith("refused the backend for acme:// needs a package that is not installed: boto3")
-    assert "pip install 'txstore[s3]'" in answer
+    assert "pip install '.[s3]' in txstore's checkout" in answer
 
 
 def test_a_bug_in_a_backend_is_not_reported_as_a_missing_sdk(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_without_boto3_it_is_said_what_to_install():
     assert done.stdout.startswith("ConfigError the backend for s3:// needs a package that is not installed: boto3"), (
         done
     )
-    assert "pip install 'txstore[s3]'" in done.stdout
+    assert "pip install '.[s3]' in txstore's checkout" in done.stdout
 
 
 def test_open_store_takes_a_session(s3_bucket, place):

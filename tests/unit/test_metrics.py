@@ -365,7 +365,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError) as caught:
         Metrics()
-    assert "pip install 'txstore[metrics]'" in str(caught.value)
+    assert "pip install '.[metrics]' in txstore's checkout" in str(caught.value)
 
 
 def read(url: str) -> dict[str, float]:

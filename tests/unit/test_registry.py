@@ -76,7 +76,7 @@ def test_a_missing_sdk_names_its_extra(installed, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
     with pytest.raises(ConfigError, match="boto3") as caught:
         registry.open_store("s3://bucket")
-    assert caught.value.next_step == "pip install 'txstore[s3]'"
+    assert caught.value.next_step == "pip install '.[s3]' in txstore's checkout"
 
 
 def test_any_other_import_error_propagates(installed):

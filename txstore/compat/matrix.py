@@ -139,7 +139,9 @@ def _load(text: str, source: str) -> object:
     try:
         import yaml  # noqa: PLC0415 - only a run that has a matrix needs it
     except ImportError as error:
-        raise ConfigError("the compatibility matrix needs PyYAML", next_step="pip install 'txstore[train]'") from error
+        raise ConfigError(
+            "the compatibility matrix needs PyYAML", next_step="pip install '.[train]' in txstore's checkout"
+        ) from error
 
     class Strict(yaml.SafeLoader):  # type: ignore[misc]
         """`safe_load`, but of two equal keys it does not take the last in silence."""

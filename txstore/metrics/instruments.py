@@ -39,7 +39,7 @@ class Instruments:
         except ImportError as error:
             raise ConfigError(
                 "metrics need a package that is not installed: prometheus_client",
-                next_step="pip install 'txstore[metrics]'",
+                next_step="pip install '.[metrics]' in txstore's checkout",
             ) from error
         for name in labels:
             if not _LABEL.fullmatch(name) or name in _OWN_LABELS:
