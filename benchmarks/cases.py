@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-OURS, UNVERIFIED = "txstore", "txstore, load unverified"
+OURS, SHARED, UNVERIFIED = "txstore", "txstore, reads shared", "txstore, load unverified"
 DCP = ("DCP FileSystem, 1 thread", "DCP FileSystem, 2 threads")
 TORCH_CHECKPOINTING = "torch_checkpointing"
 RAW = ("raw: plain", "raw: best")
@@ -70,9 +70,9 @@ def cases(
 
 def smoke(mib: int) -> list[Case]:
     """A little of everything that needs no peers' environment and no server."""
-    contenders = (OURS, DCP[0], RAW[1])
+    contenders: tuple[str, ...] = (OURS, DCP[0], RAW[1])
     whole = Case("disk", "llama", mib, 1, 1, partial=True, rounds=1, contenders=contenders)
-    return [whole, replace(whole, world=2, readers=1, partial=False, contenders=(OURS, DCP[0]))]
+    return [whole, replace(whole, world=1, readers=2, partial=False, contenders=(OURS, SHARED, DCP[0]))]
 
 
 def _of(backend: Backend, *, quick: bool) -> list[Case]:
@@ -80,16 +80,18 @@ def _of(backend: Backend, *, quick: bool) -> list[Case]:
     alone = _alone(backend)
     # DCP's own writers take a mix tensor by tensor: minutes each, where the rest of the run takes seconds.
     sharded = tuple(name for name in alone if name not in {UNVERIFIED, TORCH_CHECKPOINTING, DCP[1], S3_TORCH[1], *RAW})
+    several = (OURS, SHARED, *(name for name in sharded if name != OURS))
     if quick:
         mib, rounds = (256, 3) if posix else (64, 2)
         whole = Case(backend, "large", mib, 1, 1, partial=False, rounds=rounds, contenders=alone)
-        mix = replace(whole, kind="llama", mib=64, partial=True, rounds=1, contenders=sharded)
-        reshard = replace(mix, world=4, readers=3, partial=False)
+        # Below this size the documents, and one block at the model's edge, are a large part of the model.
+        mix = replace(whole, kind="llama", mib=192, partial=True, rounds=1, contenders=sharded)
+        reshard = replace(mix, world=4, readers=3, partial=False, contenders=several)
         return {"disk": [whole, mix, reshard], "s3": [whole, mix]}.get(backend, [whole])
     whole = Case(backend, "large", 1024 if posix else 256, 1, 1, partial=False, rounds=7, contenders=alone)
     compared = tuple(name for name in alone if name not in {UNVERIFIED, TORCH_CHECKPOINTING, RAW[0]})
     mix = replace(whole, kind="llama", mib=256, partial=True, rounds=3, contenders=compared)
-    small = replace(mix, mib=128, partial=False, contenders=sharded)
+    small = replace(mix, mib=128, partial=False, contenders=several)
     return [
         whole,
         mix,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -52,27 +53,38 @@ class TxStore(Contender):
         from txstore.dcp import StorageReader, StorageWriter
 
         self._writer = StorageWriter(self.url, **self.options)
-        self._reader = StorageReader(self.url, strict=False, **self.options)
+        self._reader = StorageReader(self.url, strict=False, share=self._group(), **self.options)
         self._count_reads()
+
+    def _group(self) -> dist.ProcessGroup | None:
+        """Over which reads are shared."""
+        return None
 
     def _count_reads(self) -> None:
         from txstore.shards.reading import BlockReader
 
         self.read_bytes = 0
-        read_all = BlockReader.read_all
+        read_blocks, lock = BlockReader.read_blocks, threading.Lock()
 
-        def counted(reader: BlockReader, wanted: Any) -> None:
-            before = reader.bytes_read
-            read_all(reader, wanted)
-            self.read_bytes = (self.read_bytes or 0) + reader.bytes_read - before
+        def counted(reader: BlockReader, number: int, start: int, buffer: memoryview) -> None:
+            read_blocks(reader, number, start, buffer)
+            with lock:
+                self.read_bytes = (self.read_bytes or 0) + buffer.nbytes
 
-        BlockReader.read_all = counted
+        BlockReader.read_blocks = counted
 
     def save(self, state: State, name: str) -> None:
         dcp.save(state, storage_writer=self._writer, checkpoint_id=name)
 
     def load(self, state: State, name: str) -> None:
         dcp.load(state, storage_reader=self._reader, checkpoint_id=name)
+
+
+class Shared(TxStore):
+    """The same with each byte read by one rank and passed on to the others that need it."""
+
+    def _group(self) -> dist.ProcessGroup | None:
+        return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
 class Unverified(TxStore):
@@ -203,6 +215,7 @@ class Raw(Contender):
 
 MAKERS: dict[str, Callable[[Place], Contender]] = {
     "txstore": TxStore,
+    "txstore, reads shared": Shared,
     "txstore, load unverified": Unverified,
     "DCP FileSystem, 1 thread": lambda place: dcp_files(place, 1),
     "DCP FileSystem, 2 threads": lambda place: dcp_files(place, THREADS),

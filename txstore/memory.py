@@ -17,6 +17,7 @@ class MemoryStore(Store):
     """Objects in a dictionary, behind one lock."""
 
     needs_probe = False
+    distant = False
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url

@@ -178,6 +178,7 @@ class RetryingStore(Store):
         self.inner = inner
         self.url = inner.url
         self.needs_probe = inner.needs_probe
+        self.distant = inner.distant
         self._retrier = Retrier(policy, sleep=sleep, clock=clock)
         self._in_flight = InFlight()
 

@@ -203,6 +203,12 @@ class Store(ABC):
     endpoints ignore the condition and overwrite silently.
     """
 
+    distant: bool = True
+    """Whether a read is a request to a service: ranks that need the same bytes then do better to pass them on.
+
+    False where the page cache answers, which copies faster than any rank sends.
+    """
+
     @abstractmethod
     def put(self, key: str, source: Source) -> ObjectInfo:
         """Store `source` under `key`, replacing what was there; whole or nothing, durable on return.

@@ -31,6 +31,7 @@ class PosixStore(Store):
     """
 
     needs_probe = False  # link and RENAME_NOREPLACE either keep the contract or are refused
+    distant = False
 
     def __init__(self, config: PosixConfig, calls: Syscalls | None = None) -> None:
         self.url = config.url

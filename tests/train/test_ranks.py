@@ -15,6 +15,7 @@ from workers import Pool, Rank
 from tests.train.runs import Run
 from txstore.catalog import entries
 from txstore.errors import (
+    AccessDeniedError,
     DeadlineExceeded,
     NotProved,
     PlanMismatch,
@@ -297,3 +298,48 @@ def asking_differently(me: Rank, url: str) -> Any:
 
 def test_options_that_differ_between_ranks_are_refused(pool: Pool, store_url: str) -> None:
     pool.run(WORLD, asking_differently, store_url)
+
+
+def resumed(me: Rank, url: str, distant: bool) -> int:
+    """Bytes of shards that this rank's resume reads."""
+    run = ranked(me)
+    with Checkpointer(url, run.state) as saves:
+        saves.save()
+    values = run.values()
+    with torch.no_grad():
+        run.model.last.weight.zero_()
+    store = FaultyStore(url)
+    store.distant = distant
+    with Checkpointer(store, run.state) as saves:
+        saves.resume()
+    assert all(torch.equal(run.values()[name], value) for name, value in values.items())
+    return sum(size for key, _, size in store.reads if key.endswith(".safetensors"))
+
+
+def test_a_resume_from_a_service_reads_what_all_ranks_need_once(pool: Pool, store_url: str) -> None:
+    alone = pool.run(WORLD, resumed, f"{store_url}/alone", False)
+    shared = pool.run(WORLD, resumed, f"{store_url}/shared", True)
+    assert sum(shared) < 0.5 * sum(alone)
+
+
+def refused_from_afar(me: Rank, url: str) -> Any:
+    run = ranked(me)
+    store = FaultyStore(url, *([Fault(Raise("denied"), "read_into", ".safetensors")] if me.rank == 2 else []))
+    with Checkpointer(store, run.state, retry=ONCE) as saves, pytest.raises(AccessDeniedError) as raised:
+        saves.resume()
+    store.faults = ()
+    with Checkpointer(store, run.state, retry=ONCE) as saves:
+        assert saves.resume().step == 0
+    return told(raised.value)
+
+
+def test_a_rank_that_cannot_read_fails_the_resume_of_those_it_reads_for(pool: Pool, store_url: str) -> None:
+    pool.run(WORLD, saved, store_url)
+    found = pool.run(WORLD, refused_from_afar, store_url)
+    assert found == [found[0]] * WORLD
+    assert found[0][2] == 2
+
+
+def saved(me: Rank, url: str) -> None:
+    with Checkpointer(url, ranked(me).state) as saves:
+        saves.save()

@@ -47,9 +47,9 @@ def at_boundary(
             except TxStoreError as error:
                 if self.rank is not None:
                     error.at_rank(self.rank)
-                if _travels(error):
+                if (able := travelling(error)) is error:
                     raise
-                raise _native(type(error))(describe(error), key=error.key, rank=error.rank) from error
+                raise able from error
             except (KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
             except BaseException as error:
@@ -59,6 +59,13 @@ def at_boundary(
         return guarded
 
     return decorate
+
+
+def travelling(error: TxStoreError) -> TxStoreError:
+    """The error itself if it can be sent to another rank, else its text in the nearest class of this package."""
+    if _travels(error):
+        return error
+    return _native(type(error))(describe(error), key=error.key, rank=error.rank)
 
 
 def _travels(error: TxStoreError) -> bool:

@@ -6,12 +6,14 @@ coordinator's choice then binds all: ranks that found different ones are refused
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.distributed import ProcessGroup, get_process_group_ranks, get_rank
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
@@ -20,19 +22,23 @@ from torch.futures import Future
 from txstore.catalog import find, newest
 from txstore.dcp.boundary import asked_name, at_boundary, connect
 from txstore.dcp.metadata import build_metadata
-from txstore.dcp.scatter import Scatter
+from txstore.dcp.passing import Offer, Passing, check_group, directions
+from txstore.dcp.scatter import Scatter, ranges
 from txstore.decisions import read_index, read_manifest
 from txstore.errors import ConfigError, LoadError, PlanMismatch, StateMismatch, TxStoreError
 from txstore.index import Index
 from txstore.manifest import Decision, Manifest
 from txstore.retry import RetryPolicy
-from txstore.shards.reading import BlockReader
+from txstore.shards.reading import BlockReader, Wanted
+from txstore.shards.sharing import Piece, Segment, divide, pieces_of, runs_of
 from txstore.store import Store
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The commit that a load reads; the coordinator's travels in `LoadPlan.storage_data`."""
+    """The commit that a load reads."""
 
     url: str
     checkpoint: str
@@ -41,6 +47,24 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{self.checkpoint} (slot {self.slot}, transaction {self.txn}) in {self.url}"
+
+
+@dataclass(frozen=True, slots=True)
+class Directions:
+    """What the coordinator tells a rank in `LoadPlan.storage_data`: its own choice, and what to share."""
+
+    choice: Choice
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A load whose targets and objects have been accepted, and what is still to be read into the targets."""
+
+    scatter: Scatter
+    blocks: BlockReader
+    served: Sequence[Sequence[Wanted]]
+    alone: Sequence[Wanted]
 
 
 @dataclass(slots=True)
@@ -106,6 +130,10 @@ class StorageReader(DcpStorageReader):
         trust_objects: Let the planner unpickle objects outside torch's ``weights_only`` allow-list. The
             checkpoint can then run any code: only for checkpoints that you wrote.
         threads: Concurrent reads of one rank.
+        share: A gloo group of the ranks that load, of which each reads a part of what several need and passes it on,
+            so that the store is asked once for each byte. Worth it where reads are slow or cost money: not for files
+            that the page cache holds. A rank that is gone, or waits for the store longer than the group's timeout,
+            fails the load. Nothing else may use the group meanwhile: pass one that is not the load's own if you can.
         retry: Attempts and deadlines of store operations.
         options: Passed to the backend.
 
@@ -121,12 +149,16 @@ class StorageReader(DcpStorageReader):
         strict: bool = True,
         trust_objects: bool = False,
         threads: int = 2,
+        share: ProcessGroup | None = None,
         retry: RetryPolicy | None = None,
         **options: object,
     ) -> None:
         super().__init__()
         if threads < 1:
             raise ConfigError(f"threads={threads} must be positive")
+        if share is not None:
+            check_group(share)
+        self._share = share
         self.store = connect(store, retry, options)
         self._strict = strict
         self._trust_objects = trust_objects
@@ -143,7 +175,8 @@ class StorageReader(DcpStorageReader):
         self._pinned = (decision, manifest, index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_loads"}
+        # A process group does not travel: a copy in another process reads by itself.
+        return {key: value for key, value in self.__dict__.items() if key != "_loads"} | {"_share": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -237,16 +270,27 @@ class StorageReader(DcpStorageReader):
 
     @at_boundary(LoadError)
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
-        return plan
+        """Say what this rank needs, if reads are shared."""
+        load = self._load
+        if self._share is None or load.index is None or load.metadata is None:
+            return plan
+        needed = runs_of(ranges(plan.items, load.metadata.storage_data), [file.size for file in load.index.files])
+        members = tuple(get_process_group_ranks(self._share))
+        return replace(plan, storage_data=Offer(members, get_rank(self._share), self._choice(), tuple(needed)))
 
     @at_boundary(LoadError)
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Coordinator: check that all saved state is asked for, and bind all ranks to one commit."""
+        """Coordinator: check that all saved state is asked for, bind all ranks to one commit, share out the reads."""
         if self._strict:
             self._refuse_unread(plans)
         choice = self._choice()
-        return [LoadPlan(plan.items, storage_data=choice, planner_data=plan.planner_data) for plan in plans]
+        shared, why_not = directions([plan.storage_data for plan in plans])
+        if why_not:
+            log.warning("every rank reads by itself what it needs: %s", why_not)
+        return [
+            LoadPlan(plan.items, storage_data=Directions(choice, segments), planner_data=plan.planner_data)
+            for plan, segments in zip(plans, shared, strict=True)
+        ]
 
     def _refuse_unread(self, plans: Sequence[LoadPlan]) -> None:
         saved = self._load.metadata.state_dict_metadata if self._load.metadata else {}
@@ -277,8 +321,25 @@ class StorageReader(DcpStorageReader):
         All targets are compared with the saved dtypes, and all objects have passed the gate, before the
         first byte is written to any target.
         """
+        told = plan.storage_data
+        pieces = list(pieces_of(told.segments)) if isinstance(told, Directions) else []
+        if pieces and self._share is not None:
+            # Whatever goes wrong in `_begin` is told to the ranks that wait for this one.
+            passing = Passing(self._share, pieces, threads=self._threads)
+            begun = passing.run(lambda: self._begin(plan, planner, pieces))
+        else:
+            begun = self._begin(plan, planner, [])
+        begun.blocks.read_all(begun.alone)
+        begun.scatter.finish()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _begin(self, plan: LoadPlan, planner: LoadPlanner, pieces: Sequence[Piece]) -> _Begun:
+        """Look at all targets, and judge all objects; nothing is changed yet."""
         load = self._load
-        choice, mine = plan.storage_data, self._choice()
+        choice = plan.storage_data.choice if isinstance(plan.storage_data, Directions) else None
+        mine = self._choice()
         if choice != mine or load.index is None or load.metadata is None or load.decision is None:
             raise PlanMismatch(
                 f"this rank found {mine}, the coordinator {choice}",
@@ -286,11 +347,8 @@ class StorageReader(DcpStorageReader):
                 next_step="load again, or name the checkpoint; do all ranks see the same storage?",
             )
         scatter = Scatter(plan.items, planner, load.metadata.storage_data, trust_objects=self._trust_objects)
-        reader = BlockReader(self.store, load.decision, load.index, workers=self._threads)
-        reader.read_all(scatter.payloads)
+        blocks = BlockReader(self.store, load.decision, load.index, workers=self._threads)
+        blocks.read_all(scatter.payloads)
         scatter.open_payloads()
-        reader.read_all(scatter.tensors)
-        scatter.finish()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        served, alone = divide(scatter.tensors, pieces)
+        return _Begun(scatter, blocks, served, alone)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -77,16 +77,12 @@ class Scatter:
             self._serialised.append((item, target, self._want_all(at)))
             return
         chunk = at.where
-        box = tuple(item.storage_offsets), tuple(item.lengths)
-        if 0 in chunk.sizes or 0 in box[1]:
+        run = _one_run(item, at.item, chunk)
+        if run is not None and _is_memory(target):
+            if target.numel():
+                self.tensors.append(Wanted(chunk.file, *run, into=as_bytes(target)))
             return
-        if _is_memory(target) and is_contiguous(chunk.sizes, box[1]):
-            first = sum(o * s for o, s in zip(box[0], strides_of(chunk.sizes), strict=True)) * at.item.itemsize
-            start = chunk.start + first
-            stop = start + target.numel() * at.item.itemsize
-            self.tensors.append(Wanted(chunk.file, start, stop, into=as_bytes(target)))
-            return
-        for slab in cut(chunk.sizes, *box, at.item.itemsize, WINDOW_BYTES):
+        for slab in _slabs(item, at.item, chunk):
             self.tensors.append(
                 Wanted(
                     chunk.file,
@@ -135,6 +131,39 @@ class Scatter:
             self._planner.commit_tensor(item, target)
         for item, payload in self._objects:
             self._planner.load_bytes(item, io.BytesIO(payload))
+
+
+def ranges(items: Iterable[ReadItem], stored: Mapping[MetadataIndex, Stored]) -> Iterator[tuple[int, int, int]]:
+    """File, start and stop of the bytes that `Scatter.tensors` will ask for, from the plan alone.
+
+    Items that are wrong in any way are passed over: `Scatter` refuses them.
+    """
+    for item in items:
+        at = stored.get(item.storage_index)
+        if at is None or not isinstance(at.item, SavedTensor) or not isinstance(at.where, ChunkRecord):
+            continue
+        if item.type == LoadItemType.BYTE_IO or at.where.encoding == 1:
+            continue
+        if len(item.storage_offsets) != len(at.where.sizes) or len(item.lengths) != len(at.where.sizes):
+            continue
+        if (run := _one_run(item, at.item, at.where)) is not None:
+            yield at.where.file, *run
+            continue
+        for slab in _slabs(item, at.item, at.where):
+            yield at.where.file, at.where.start + slab.start, at.where.start + slab.stop
+
+
+def _one_run(item: ReadItem, saved: SavedTensor, chunk: ChunkRecord) -> tuple[int, int] | None:
+    """Start and stop in the file of what an item asks of a chunk, if that is one run of bytes."""
+    lengths = tuple(item.lengths)
+    if not is_contiguous(chunk.sizes, lengths):
+        return None
+    first = sum(o * s for o, s in zip(item.storage_offsets, strides_of(chunk.sizes), strict=True)) * saved.itemsize
+    return chunk.start + first, chunk.start + first + math.prod(lengths) * saved.itemsize
+
+
+def _slabs(item: ReadItem, saved: SavedTensor, chunk: ChunkRecord) -> Iterator[Slab]:
+    return cut(chunk.sizes, tuple(item.storage_offsets), tuple(item.lengths), saved.itemsize, WINDOW_BYTES)
 
 
 class _SlabCopy:

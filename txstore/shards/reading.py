@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -86,25 +86,44 @@ class BlockReader:
                 future.result()
 
     def _run(self, job: _Job) -> None:
-        file = self._files[job.file]
         buffer = job.into if job.into is not None else memoryview(bytearray(job.stop - job.start))
+        self.read_blocks(job.file, job.start, buffer)
+        serve(job.parts, job.start, buffer)
+
+    def read_blocks(self, number: int, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with whole blocks of file `number` and verify them; `start` is on a block boundary.
+
+        Raises:
+            IntegrityError, CheckpointRetired: As `read_all`.
+        """
+        file = self._files[number]
         try:
-            count = self._store.read_into(file.key, job.start, buffer)
+            count = self._store.read_into(file.key, start, buffer)
         except NotFoundError as error:
             raise gone(self._store, self._decision, file.key) from error
         if count != buffer.nbytes:
-            raise IntegrityError(
-                f"the object ends at {job.start + count}, {file.size} bytes were committed", key=file.key
-            )
+            raise IntegrityError(f"the object ends at {start + count}, {file.size} bytes were committed", key=file.key)
         with self._lock:
             self.bytes_read += count
-        verify_blocks(file, job.start, buffer)
-        for part in job.parts:
-            view = buffer[part.start - job.start : part.stop - job.start]
-            if part.into is not None:
-                part.into[:] = view
-            elif part.deliver is not None:
-                part.deliver(view)
+        verify_blocks(file, start, buffer)
+
+    def verify(self, number: int, start: int, buffer: memoryview) -> None:
+        """As `read_blocks`, for whole blocks that came another way.
+
+        Raises:
+            IntegrityError: They differ from what was committed.
+        """
+        verify_blocks(self._files[number], start, buffer)
+
+
+def serve(parts: Iterable[Wanted], start: int, data: memoryview) -> None:
+    """Give each of `parts` its bytes from `data`, which lies in the file from `start` and holds all of them."""
+    for part in parts:
+        view = data[part.start - start : part.stop - start]
+        if part.into is not None:
+            part.into[:] = view
+        elif part.deliver is not None:
+            part.deliver(view)
 
 
 def verify_blocks(file: FileRecord, start: int, data: memoryview) -> None:

@@ -48,6 +48,7 @@ class FaultyStore(Store):
     ) -> None:
         self.url = inner.url
         self.needs_probe = inner.needs_probe
+        self.distant = inner.distant
         self.log: list[tuple[str, str]] = []
         self._inner = inner
         self._at = at

@@ -191,7 +191,7 @@ class Resume:
             )
             index = self._read("index", lambda: read_index(self.store, decision, manifest))
             metadata = self._attempt("index", lambda: build_metadata(index, manifest.index.key))
-            reader = StorageReader(self.store, strict=False)
+            reader = StorageReader(self.store, strict=False, share=self.exchange.group if self.store.distant else None)
             reader.pin(decision, manifest, index)
         with _timed(report, "judge"):
             today = self._key_tables()
