@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import Fault, FaultyStore, Raise
+from torch import nn
 from workers import Pool, Rank
 
 from tests.train.runs import Run
@@ -29,6 +30,7 @@ from txstore.retry import RetryPolicy
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.policy import SavePolicy
 from txstore.train.resume import ResumeOptions
+from txstore.train.state import TrainState
 
 WORLD = 4
 ONCE = RetryPolicy(attempts=1)
@@ -284,6 +286,26 @@ def test_ranks_that_destroy_their_group_commit_nothing(pools: Any, store_url: st
     """DCP takes a process without a group for the whole world: each rank would commit a part as if it were all."""
     with pools.fresh(2) as pool:
         pool.run(2, leaving_early, store_url)
+    assert committed(store_url) == []
+
+
+def stages(me: Rank, url: str) -> Any:
+    """Each rank holds a part of the model, under its name in the whole, and an optimizer of its own kind."""
+    module = nn.ModuleDict({str(me.rank): nn.Linear(2, 2)})
+    kind = torch.optim.SGD if me.rank else torch.optim.AdamW
+    state = TrainState(module, kind(module.parameters()))
+    with Checkpointer(url, state) as saves, pytest.raises(PlanMismatch) as raised:
+        saves.save()
+    return told(raised.value), raised.value.next_step
+
+
+def test_pipeline_stages_are_refused_by_that_name(pool: Pool, store_url: str) -> None:
+    found = pool.run(WORLD, stages, store_url)
+    assert found == [found[0]] * WORLD
+    ((_, text, rank), next_step) = found[0]
+    assert "differs between rank 0 and rank 1: model, names of parameters, optimizer" in text
+    assert rank == 1
+    assert "pipeline stages" in next_step
     assert committed(store_url) == []
 
 

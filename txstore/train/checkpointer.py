@@ -35,6 +35,7 @@ from txstore.train.exchange import Exchange, raise_first, typed
 from txstore.train.history import StepRecord
 from txstore.train.ledger import Ledger
 from txstore.train.lineage import Lineage, Origin
+from txstore.train.model_state import PARAMETERS
 from txstore.train.policy import SavePolicy
 from txstore.train.proof import ProofPolicy
 from txstore.train.proof_watch import ProofWatch
@@ -48,6 +49,12 @@ from txstore.train.telling import Teller
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_REPLICAS = "make replicas equal; mark what each rank has for itself with per_rank; record equal values"
+_STAGES = (
+    "a TrainState needs the same parameters on every rank, whole or sharded, and the same optimizers over them; "
+    "save pipeline stages by dcp.save with a StorageWriter, or as the torchtitan guide does"
+)
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
@@ -378,5 +385,5 @@ def _refuse_unequal(digests: list[dict[str, str]]) -> None:
                 f"what is saved once for all ranks differs between rank 0 and rank {rank}: {', '.join(differing)}",
                 key=differing[0],
                 rank=rank,
-                next_step="make replicas equal; mark what each rank has for itself with per_rank; record equal values",
+                next_step=_STAGES if PARAMETERS in differing else _REPLICAS,
             )

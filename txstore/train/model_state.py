@@ -25,6 +25,10 @@ from txstore.train.temporary import PREFIX, TemporaryBuffers, keyed, others
 
 _OF_A_RANK = re.compile(r"buffers\.rank-([0-9]+)\.")
 _EXTRA = "_extra_state"
+
+PARAMETERS = "names of parameters"
+"""Under which it is told that the ranks hold different parts of a model, as pipeline stages do."""
+
 _SHOWN = 5
 
 
@@ -50,6 +54,7 @@ class ModelPiece:
         }
         return PieceState(
             shared={"extra": extra, "trained": self._trained()},
+            replicated={PARAMETERS: list(self._models.parameters())},
             own=own,
             tensors={**tensors, **keyed(changed, place)},
         )
