@@ -20,10 +20,11 @@ import test_distributed
 import test_format
 import test_matrix
 import test_refusals
+import test_sharing
 from workers import Pool, Rank
 
 from txstore import store, transaction
-from txstore.dcp import boundary, carrier, items, objects, reader, scatter, tensors, writer
+from txstore.dcp import boundary, carrier, items, objects, passing, reader, scatter, tensors, writer
 from txstore.shards import layout, reading, slabs
 
 
@@ -120,9 +121,9 @@ LOCAL: dict[str, Local] = {
     "targets are filled before objects are judged": Local(
         Bug(
             reader.StorageReader,
-            "read_data",
-            "reader.read_all(scatter.payloads)",
-            "reader.read_all(scatter.tensors); reader.read_all(scatter.payloads)",
+            "_begin",
+            "blocks.read_all(scatter.payloads)",
+            "blocks.read_all(scatter.tensors); blocks.read_all(scatter.payloads)",
         ),
         lambda root, tmp: test_refusals.test_code_in_an_object_is_not_run(root, tmp, _Caplog()),
     ),
@@ -206,7 +207,12 @@ RANKS: dict[str, Ranks] = {
         Bug(scatter, "_check_target", "if target.dtype != dtype:", "if False:"), 2, test_refusals.misfit, ("dtype",)
     ),
     "ranks may load different checkpoints": Ranks(
-        Bug(reader.StorageReader, "read_data", "choice != mine or ", ""), 3, test_refusals.disagree_on_load, ("name",)
+        Bug(reader.StorageReader, "_begin", "choice != mine or ", ""), 3, test_refusals.disagree_on_load, ("name",)
+    ),
+    "what another rank sends is believed": Ranks(
+        Bug(passing, "_verify", "blocks.verify(piece.run.file, piece.run.start, as_bytes(data))", "pass"),
+        2,
+        test_sharing.damaged_on_the_way,
     ),
     "a name holds for ever": Ranks(
         Bug(reader.StorageReader, "set_up_storage_reader", "load.name = load.refusal = None", "pass"),
