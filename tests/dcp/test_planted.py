@@ -24,7 +24,7 @@ import test_sharing
 from workers import Pool, Rank
 
 from txstore import store, transaction
-from txstore.dcp import boundary, carrier, items, objects, passing, reader, scatter, tensors, writer
+from txstore.dcp import attempts, boundary, carrier, items, objects, passing, reader, scatter, tensors, writer
 from txstore.shards import layout, reading, slabs
 
 
@@ -136,7 +136,7 @@ LOCAL: dict[str, Local] = {
         lambda root, _: test_format.test_headers_are_padded_and_aligned(root),
     ),
     "a failed attempt is left undecided": Local(
-        Bug(writer.StorageWriter, "_abort_unfinished", "transaction.abort()", "pass"),
+        Bug(attempts.Attempts, "_abort_unfinished", "self._settle(transaction)", "pass"),
         lambda root, _: test_async.test_an_error_reaches_the_future(root),
     ),
     "the ticket of a cached plan is used": Local(
@@ -170,13 +170,13 @@ RANKS: dict[str, Ranks] = {
         Bug(
             writer,
             "write_files",
-            "shards = list(pool.map(write, range(len(laid.files))))",
-            _DROP := """shards = []
-        for future in [pool.submit(write, number) for number in range(len(laid.files))]:
-            if future.exception() is None:
-                shards.append(future.result())
-        from txstore.transaction import Shard
-        shards += [Shard("data/x", rank, 1 << 30, 0, ())] * (len(laid.files) - len(shards))""",
+            "shards = side_by_side(write, range(len(laid.files)), at_once=threads)",
+            """shards = []
+    for number in range(len(laid.files)):
+        try:
+            shards.append(write(number))
+        except Exception:
+            shards.append(Shard("data/x", rank, 1 << 30, 0, ()))""",
         ),
         2,
         test_refusals.third_shard,
@@ -201,7 +201,7 @@ RANKS: dict[str, Ranks] = {
         Bug(carrier, "_deliver", "if arrived.ticket is None:", "if True:"), 2, test_async.brooding
     ),
     "a committed name is taken again": Ranks(
-        Bug(writer, "begin", "if stood and not overwrite:", "if False:"), 2, test_refusals.taken
+        Bug(attempts, "begin", "if stood and not overwrite:", "if False:"), 2, test_refusals.taken
     ),
     "a cast is silent": Ranks(
         Bug(scatter, "_check_target", "if target.dtype != dtype:", "if False:"), 2, test_refusals.misfit, ("dtype",)
