@@ -2,8 +2,12 @@
 
 Limits: Amazon S3 documents 3,500 writes and 5,500 reads a second for each partitioned prefix; Google Cloud Storage
 begins at 1,000 writes and 5,000 reads a second for a bucket and grows when the rate does; an Azure account takes 20,000
-requests a second in most regions. Prices are in US dollars for standard storage in a region of the United States, by
-the published lists of 2025: look them up before a decision rests on them. Storage itself is not in them.
+requests a second in most regions. A store that is spread over prefixes (`txstore init --spread`) has the limit of a
+prefix so many times, once S3 has divided there.
+
+Prices are in US dollars, without tax or discount, from each provider's public price list of 2025: Amazon S3 Standard in
+Northern Virginia, Cloud Storage Standard in Iowa (operations of class A and B), Azure Blob Storage, hot tier, locally
+redundant, in East US. Look them up before a decision rests on them. Storage itself and traffic are not in them.
 """
 
 from __future__ import annotations
@@ -72,6 +76,7 @@ class Service:
 
 SERVICES = (
     Service("Amazon S3", 16 << 20, 2, 3_500, 5_500, 5.0, 0.4),
+    Service("Amazon S3, spread 16", 16 << 20, 2, 16 * 3_500, 16 * 5_500, 5.0, 0.4),
     Service("Google Cloud Storage", None, 0, 1_000, 5_000, 5.0, 0.4),
     Service("Azure Blob Storage", 8 << 20, 1, 20_000, 20_000, 5.5, 0.44),
 )

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.prices import SERVICES, Requests
@@ -34,6 +35,7 @@ from txstore.checksum import BLOCK_BYTES, combine_blocks
 from txstore.columns import column_bytes
 from txstore.dcp.metadata import Placed, build_index, build_metadata
 from txstore.dcp.results import items_of, match
+from txstore.dcp.saved import LazyTensorMetadata
 from txstore.decisions import read_index, read_manifest
 from txstore.index import FileRecord, Index
 from txstore.keys import shard_key
@@ -158,6 +160,19 @@ def _crc(blocks: tuple[int, ...], size: int, known: dict[int, int] = {}) -> int:
     return known[size]
 
 
+def load_plan(metadata: Metadata, mine: Sequence[MetadataIndex], chunk_bytes: int, *, narrow: bool) -> int:
+    """What a planner does for one rank that loads what it saved; how many reads that makes."""
+    sizes = torch.Size([chunk_bytes // 4])
+    found = 0
+    for index in mine:
+        saved = metadata.state_dict_metadata[index.fqn]
+        assert isinstance(saved, LazyTensorMetadata)
+        assert index.offset is not None
+        local = [ChunkStorageMetadata(index.offset, sizes)]
+        found += len(create_read_items_for_chunk_list(index.fqn, saved.near(local) if narrow else saved, local))
+    return found
+
+
 def measure(ranks: int, chunks: int) -> dict[str, Any]:
     """One checkpoint: seconds of each part of the coordinator's work and of a reader's, requests, sizes, money."""
     metadata, items = state(ranks, chunks)
@@ -175,7 +190,13 @@ def measure(ranks: int, chunks: int) -> dict[str, Any]:
     decision = timed(seconds, "find the newest", lambda: newest(store))
     manifest = timed(seconds, "read manifest", lambda: read_manifest(store, decision))
     found = timed(seconds, "read and check index", lambda: read_index(store, decision, manifest))
-    timed(seconds, "DCP metadata from index", lambda: build_metadata(found, manifest.index.key))
+    known = timed(seconds, "DCP metadata from index", lambda: build_metadata(found, manifest.index.key))
+    mine = items[ranks // 2]
+    for name, narrow in (
+        ("a rank's load plan, StrictLoadPlanner", True),
+        ("a rank's load plan, DefaultLoadPlanner", False),
+    ):
+        timed(seconds, name, partial(load_plan, known, mine, chunk_bytes, narrow=narrow))
     loaded = Counter(store.verbs)
     return {
         "ranks": ranks,
@@ -184,6 +205,7 @@ def measure(ranks: int, chunks: int) -> dict[str, Any]:
         "shards": len(shards),
         "manifest_bytes": decision.manifest.size if decision.manifest else 0,
         "index_bytes": manifest.index.size,
+        "fetched_bytes": ranks * (manifest.index.size + (decision.manifest.size if decision.manifest else 0)),
         "seconds": seconds,
         "coordinator": dict(saved),
         "reader": dict(loaded),
@@ -256,6 +278,7 @@ def show(results: list[dict[str, Any]], grown: list[dict[str, Any]]) -> None:
     table.add_section()
     for name in ("manifest_bytes", "index_bytes"):
         table.add_row(name.replace("_bytes", ", MB"), *(f"{one[name] / 1e6:.1f}" for one in results))
+    table.add_row("both, by all ranks, GB", *(f"{one['fetched_bytes'] / 1e9:.0f}" for one in results))
     for who in ("coordinator", "reader"):
         table.add_row(f"requests of the {who}", *(_spelled(one[who]) for one in results))
     console.print(table)
