@@ -103,7 +103,7 @@ def test_the_layout_of_a_store_is_chosen_once(store: Store) -> None:
 def test_of_two_layouts_made_at_once_one_wins(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one looked before the winner wrote."""
     reads = iter([None, read_store_format(store)])
-    monkeypatch.setattr("txstore.transaction.read_store_format", lambda _store: next(reads))
+    monkeypatch.setattr("txstore.root.read_store_format", lambda _store: next(reads))
     with pytest.raises(ConfigError, match="over 4 prefixes, not 8"):
         ensure_store(store, spread=8)
 
