@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from txstore.decisions import is_retired, read_decision, read_store_format, walk_slots
-from txstore.errors import CheckpointNotFound, CheckpointRetired, ConfigError, IntegrityError
+from txstore.errors import CheckpointNotFound, CheckpointRetired, ConfigError, FormatError, IntegrityError
 from txstore.keys import (
     COMMITS_PREFIX,
     RETIRED_PREFIX,
@@ -103,17 +103,23 @@ def find(store: Store, checkpoint: str) -> Decision:
     Raises:
         CheckpointNotFound: No such commit.
         CheckpointRetired: All its commits were removed by retention.
+        FormatError: A record that may be it is damaged.
     """
     check_checkpoint(checkpoint)
-    decisions = list(walk_slots(store, checkpoint))
+    damaged: dict[int, FormatError] = {}
+    decisions = list(walk_slots(store, checkpoint, damaged=damaged))
     read_store_format(store)  # a store of a layout that this release does not know is refused by name, too
     was_retired = False
     for decision in reversed(decisions):
+        if any(slot > decision.slot for slot in damaged):
+            break
         if decision.kind != "commit":
             continue
         if not is_retired(store, decision):
             return decision
         was_retired = True
+    if damaged:  # none above a commit that stands: that one is the answer, whatever they were
+        raise damaged[max(damaged)]
     if was_retired:
         raise CheckpointRetired(f"checkpoint {checkpoint} was removed by retention", key=checkpoint)
     raise CheckpointNotFound(

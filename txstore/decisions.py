@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from txstore.errors import CheckpointRetired, FormatError, IntegrityError, NotFoundError
+from txstore.errors import CheckpointRetired, FormatError, IntegrityError, NotFoundError, UnknownVersion
 from txstore.index import Index, decode_index
 from txstore.keys import STORE_KEY, decision_key, decision_prefix, parse_decision_key, retired_key
 from txstore.manifest import (
@@ -49,18 +49,32 @@ def read_decision(store: Store, checkpoint: str, slot: int) -> Decision | None:
     return decode_decision(data, key, checkpoint=checkpoint, slot=slot)
 
 
-def walk_slots(store: Store, checkpoint: str) -> Iterator[Decision]:
+def walk_slots(store: Store, checkpoint: str, *, damaged: dict[int, FormatError] | None = None) -> Iterator[Decision]:
     """The decisions of a checkpoint from slot 0 up to the first free slot; slots are contiguous.
 
+    Args:
+        store: The store.
+        checkpoint: Its name.
+        damaged: Gets the slots whose record is damaged, with what is wrong; they are passed over. None: damage is an
+            error. A record of another version is not damaged, and always an error.
+
     Raises:
+        FormatError: A record is damaged.
         IntegrityError: A slot is free and a higher one is not, so a decision was deleted behind our back. To walk on,
             or to stop here, would hide a commit, or give a transaction a second answer.
     """
     slot = 0
     while True:
-        while (decision := read_decision(store, checkpoint, slot)) is not None:
-            yield decision
+        try:
+            while (decision := read_decision(store, checkpoint, slot)) is not None:
+                yield decision
+                slot += 1
+        except FormatError as error:
+            if damaged is None or isinstance(error, UnknownVersion):
+                raise
+            damaged[slot] = error
             slot += 1
+            continue
         if slot > _highest_slot(store, checkpoint):
             return
         if (decision := read_decision(store, checkpoint, slot)) is None:

@@ -22,7 +22,8 @@
     ├── CheckpointRetired                   removed by retention, on purpose
     ├── IntegrityError                      stored bytes disagree with what was committed
     │   └── StoreReplaced                   the store that this writer knew was deleted, emptied or replaced
-    ├── FormatError                         a document is malformed, hostile or of an unknown version
+    ├── FormatError                         a document is malformed or hostile
+    │   └── UnknownVersion                  it is of another format version: use the release that wrote it
     ├── DeadlineExceeded (TimeoutError)     something did not end in time; the message names rank, phase and object
     ├── SaveError                           this state cannot be saved exactly, or a rank failed
     │   ├── NotNewest                       a newer checkpoint stands: the next resume would take that one
@@ -206,7 +207,11 @@ class StoreReplaced(IntegrityError):
 
 
 class FormatError(TxStoreError):
-    """A document is malformed, hostile, or of a version that this release does not know."""
+    """A document is malformed or hostile."""
+
+
+class UnknownVersion(FormatError):
+    """A document of a format version that this release does not know: not damaged, and never passed over as damaged."""
 
 
 class DeadlineExceeded(TxStoreError, TimeoutError):

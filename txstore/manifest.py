@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from txstore.checksum import crc32c, sha256_hex
-from txstore.errors import ConfigError, FormatError, IntegrityError
+from txstore.errors import ConfigError, FormatError, IntegrityError, UnknownVersion
 from txstore.keys import SPREAD_MAX, check_checkpoint, check_key, check_txn, parse_attempt, step_of
 
 VERSION = 1
@@ -256,7 +256,7 @@ def decode_document(
         version = decode(data, type=_Version).version
         if version not in versions:
             known = " and ".join(map(str, versions))
-            raise FormatError(
+            raise UnknownVersion(
                 f"{kind.__name__.lower()} has format version {version}, this release knows {known}",
                 key=key,
                 next_step="use the txstore release that wrote it",

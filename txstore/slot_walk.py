@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 
-from txstore.decisions import read_decision, walk_slots
+from txstore.decisions import is_retired, read_decision, walk_slots
 from txstore.errors import (
     AlreadyExistsError,
     CommitUnknown,
@@ -29,14 +29,53 @@ def default_writer() -> str:
     return f"{platform.node()}:{os.getpid()}"
 
 
-def claim(store: Store, build: Callable[[int], Decision], must_stop: Callable[[Decision], None]) -> Decision:
+def stood_before(store: Store, checkpoint: str, *, overwrite: bool) -> tuple[frozenset[str], frozenset[int]]:
+    """Transactions whose commit stands now, and slots whose record is damaged: what `overwrite` lets a commit pass.
+
+    A damaged record may be a commit: without `overwrite` it is refused like one. With it the slot is passed: whatever
+    it was, it was written before this transaction had an id, so it is no abort of it.
+    """
+    damaged: dict[int, FormatError] = {}
+    try:
+        stood = frozenset(
+            decision.txn
+            for decision in walk_slots(store, checkpoint, damaged=damaged if overwrite else None)
+            if decision.kind == "commit" and not is_retired(store, decision)
+        )
+    except FormatError as error:
+        error.next_step = error.next_step or (
+            "restore the record from a copy of the store, save under another name, or pass overwrite=True: "
+            "the damaged slot stays as it is, and the next one is taken"
+        )
+        raise
+    return stood, frozenset(damaged)
+
+
+def claim(
+    store: Store,
+    build: Callable[[int], Decision],
+    must_stop: Callable[[Decision], None],
+    damaged: Collection[int] = (),
+) -> Decision:
     """The slot walk: claim the first free slot with the decision built for it.
+
+    Args:
+        store: The store.
+        build: The decision for a slot.
+        must_stop: Raises if what another transaction decided ends the walk.
+        damaged: Slots whose record was damaged before this transaction began: whatever it was, it was about another.
 
     Returns:
         The decision of this transaction that stands: the one just made, or one made earlier.
+
+    Raises:
+        FormatError: A damaged record in another slot: it may be about this transaction.
     """
     slot = 0
     while True:
+        if slot in damaged:
+            slot += 1
+            continue
         wanted = build(slot)
         found = read_decision(store, wanted.checkpoint, slot)
         if found is None:
@@ -93,10 +132,19 @@ def _unknown(wanted: Decision, key: str, cause: str) -> CommitUnknown:
     return error
 
 
-def claim_abort(store: Store, checkpoint: str, txn: str, *, writer: str | None = None) -> Decision:
+def claim_abort(
+    store: Store, checkpoint: str, txn: str, *, writer: str | None = None, damaged: Collection[int] = ()
+) -> Decision:
     """Settle a transaction from any process: claim the first free slot with an abort that names it.
 
     A stalled writer must pass through that slot, so it can never commit afterwards.
+
+    Args:
+        store: The store.
+        checkpoint: The transaction's checkpoint.
+        txn: The transaction.
+        writer: Who aborts, for people.
+        damaged: As for `claim`: only whoever began the transaction knows.
 
     Returns:
         The decision that settles `txn`: an abort, or the commit that already stands.
@@ -123,7 +171,7 @@ def claim_abort(store: Store, checkpoint: str, txn: str, *, writer: str | None =
         )
 
     try:
-        return claim(store, build, lambda _found: None)
+        return claim(store, build, lambda _found: None, damaged)
     except StoreError as error:
         raise _unknown(build(0), decision_key(checkpoint, 0), error.message) from error
 
@@ -142,11 +190,15 @@ def resolve(store: Store, checkpoint: str, txn: str, *, force: bool = False) -> 
 
     Raises:
         CommitUnknown: No answer could be had.
+        FormatError: A record is damaged, and no other one answers.
         StoreError: The decisions could not be read.
     """
-    for decision in walk_slots(store, checkpoint):
+    damaged: dict[int, FormatError] = {}
+    for decision in walk_slots(store, checkpoint, damaged=damaged):
         if decision.txn == txn:
             return _confirm(store, decision)
+    if damaged:
+        raise damaged[min(damaged)]
     return claim_abort(store, checkpoint, txn) if force else None
 
 

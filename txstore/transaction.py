@@ -54,7 +54,7 @@ from txstore.manifest import (
 )
 from txstore.root import KnownStore, ensure_store
 from txstore.side_by_side import side_by_side
-from txstore.slot_walk import claim, claim_abort, default_writer, now
+from txstore.slot_walk import claim, claim_abort, default_writer, now, stood_before
 from txstore.store import BytesSource, ChecksummedSource, Source, Store
 
 log = logging.getLogger(__name__)
@@ -133,15 +133,12 @@ def begin(
     Raises:
         StoreReplaced: As `ensure_store`.
         AlreadyCommitted: It stands already, and `overwrite` is False.
+        FormatError: A decision of it is damaged, and `overwrite` is False.
         ConfigError: Not a checkpoint name.
     """
     check_checkpoint(checkpoint)
     layout = ensure_store(store, known)
-    stood = frozenset(
-        decision.txn
-        for decision in walk_slots(store, checkpoint)
-        if decision.kind == "commit" and not is_retired(store, decision)
-    )
+    stood, damaged = stood_before(store, checkpoint, overwrite=overwrite)
     if stood and not overwrite:
         raise AlreadyCommitted(
             f"checkpoint {checkpoint} is already committed",
@@ -160,7 +157,7 @@ def begin(
         started_at_s=time.time(),
     )
     store.put(begin_key(checkpoint, ticket.txn), BytesSource(encode(record)))
-    return Transaction(store, ticket, stood=stood if overwrite else frozenset(), world_size=world_size, writer=who)
+    return Transaction(store, ticket, stood=stood, damaged=damaged, world_size=world_size, writer=who)
 
 
 class Transaction:
@@ -171,10 +168,20 @@ class Transaction:
         decision: The commit, once `commit` knows that it stands.
     """
 
-    def __init__(self, store: Store, ticket: Ticket, *, stood: frozenset[str], world_size: int, writer: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ticket: Ticket,
+        *,
+        stood: frozenset[str],
+        world_size: int,
+        writer: str,
+        damaged: frozenset[int] = frozenset(),
+    ) -> None:
         self.ticket = ticket
         self._store = store
         self._stood = stood
+        self._damaged = damaged
         self._world_size = world_size
         self._writer = writer
         self._open = True
@@ -236,7 +243,7 @@ class Transaction:
             if self._given_up:
                 raise TransactionStateError("this transaction was given up", key=self.ticket.txn)
             self._sent = True
-        decision = self.decision = claim(self._store, build, self._must_stop)
+        decision = self.decision = claim(self._store, build, self._must_stop, self._damaged)
         _point_at(self._store, decision)
         return decision
 
@@ -252,7 +259,7 @@ class Transaction:
         try:
             side_by_side(lambda shard: _look_at(self._store, shard, visibility), shards)
         except IntegrityError:
-            for found in walk_slots(self._store, self.ticket.checkpoint):
+            for found in walk_slots(self._store, self.ticket.checkpoint, damaged={}):
                 if found.kind == "abort":  # if of this transaction, a sweep took the shard: say so, not "missing"
                     self._must_stop(found)
             raise
@@ -307,7 +314,8 @@ class Transaction:
             CommitUnknown: No answer could be had from the store.
         """
         self.give_up()
-        return claim_abort(self._store, self.ticket.checkpoint, self.ticket.txn, writer=self._writer)
+        ticket, damaged = self.ticket, self._damaged
+        return claim_abort(self._store, ticket.checkpoint, ticket.txn, writer=self._writer, damaged=damaged)
 
     def _decision(self, manifest: Manifest, manifest_data: bytes) -> Callable[[int], Decision]:
         key = manifest_key(self.ticket.checkpoint, self.ticket.txn)

@@ -7,7 +7,7 @@ state that breaks an invariant: otherwise the rule is idle, or the model is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
@@ -290,11 +290,14 @@ def begin_overwriting(*args: object, **options: object) -> Transaction:
 
 
 def abort_in_slot_1(
-    target: store.Store, build: Callable[[int], Decision], must_stop: Callable[[Decision], None]
+    target: store.Store,
+    build: Callable[[int], Decision],
+    must_stop: Callable[[Decision], None],
+    damaged: Collection[int] = (),
 ) -> Decision:
     wanted = build(1)
     if wanted.kind == "commit":
-        return real_claim(target, build, must_stop)
+        return real_claim(target, build, must_stop, damaged)
     target.create(decision_key(wanted.checkpoint, 1), manifest.encode(wanted))
     return wanted
 

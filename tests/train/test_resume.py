@@ -32,6 +32,7 @@ from txstore.errors import (
     StoreFullError,
     TransientError,
     TxStoreError,
+    UnknownVersion,
 )
 from txstore.keys import retired_key
 from txstore.manifest import Description, Tombstone, encode
@@ -176,6 +177,18 @@ def test_the_one_before_is_taken_if_that_is_allowed_and_the_report_says_so(kind:
         assert all(torch.equal(value, control_values[name]) for name, value in run.values().items())
 
 
+def test_a_checkpoint_of_a_release_to_come_is_not_damaged_and_not_passed_over(store_url: str) -> None:
+    trained(store_url)
+    path = objects_of(store_url, PARTS["decision"], "step-6")
+    path.unlink()
+    path.write_bytes(b'{"version":2}')
+    for options in (None, PREVIOUS):
+        with pytest.raises(UnknownVersion, match="use the txstore release that wrote it"):
+            resumed(store_url, options)
+    with Checkpointer(store_url, Run().state) as saves, pytest.raises(UnknownVersion):
+        saves.save()
+
+
 def test_a_decision_that_is_gone_was_never_made(store_url: str) -> None:
     trained(store_url)
     damage(store_url, "decision", "missing")
@@ -227,7 +240,7 @@ def test_a_named_checkpoint_is_never_replaced_by_another(store_url: str) -> None
         resumed(store_url, ResumeOptions(checkpoint="step-4", fallback="previous"))
 
 
-@pytest.mark.parametrize("kind", ["shard", "index", "manifest"])
+@pytest.mark.parametrize("kind", PARTS)
 def test_a_run_that_fell_back_saves_the_damaged_step_again(kind: str, store_url: str) -> None:
     """Else it would fail there, resume, and fail there again, for ever."""
     trained(store_url)
@@ -241,8 +254,9 @@ def test_a_run_that_fell_back_saves_the_damaged_step_again(kind: str, store_url:
         saves.wait()
     with open_store(store_url) as store:
         assert (newest(store).checkpoint, newest(store).slot) == ("step-6", 1)
-    report = resumed(store_url)
-    assert (report.checkpoint, report.slot, report.fell_back) == ("step-6", 1, [])
+    for options in (None, ResumeOptions(checkpoint="step-6")):
+        report = resumed(store_url, options)
+        assert (report.checkpoint, report.slot, report.fell_back) == ("step-6", 1, [])
 
 
 def test_a_later_save_inside_the_window_takes_the_place_of_an_earlier_one(store_url: str) -> None:

@@ -105,6 +105,72 @@ def test_a_commit_that_was_not_there_at_the_beginning_is_a_conflict(store, overw
     assert load(store, find(store, "step-1")) == [b"other"]
 
 
+def damage(store, slot, checkpoint="step-1"):
+    key = f"commits/{checkpoint}.{slot}.json"
+    store.put(key, BytesSource(store.read(key)[:-1]))
+
+
+def test_a_damaged_decision_is_refused_like_one_that_stands(store):
+    save(store, "step-1", [b"one"])
+    damage(store, 0)
+    with pytest.raises(
+        FormatError, match=r"overwrite=True: the damaged slot stays as it is, and the next one is taken"
+    ):
+        begin(store, "step-1", world_size=1)
+    assert len(list(store.list("data/"))) == 4, "nothing was written"
+
+
+def test_a_checkpoint_whose_decision_is_damaged_is_committed_again_in_the_next_slot(store):
+    save(store, "step-1", [b"one"])
+    damage(store, 0)
+    second = save(store, "step-1", [b"two"], overwrite=True)
+    assert second.slot == 1
+    assert find(store, "step-1") == newest(store) == second
+    third = save(store, "step-1", [b"three"], overwrite=True)
+    assert (third.slot, find(store, "step-1")) == (2, third)
+
+
+def test_a_record_that_is_damaged_after_the_beginning_may_be_an_abort_of_this_transaction(store):
+    save(store, "step-1", [b"one"])
+    damage(store, 0)
+    attempt, shards = prepare(store, values=(b"two",), overwrite=True)
+    assert claim_abort(store, "step-1", attempt.ticket.txn, damaged={0}).slot == 1
+    damage(store, 1)
+    with pytest.raises(FormatError):
+        commit(attempt, shards)
+    assert sorted(info.key for info in store.list("commits/")) == ["commits/step-1.0.json", "commits/step-1.1.json"]
+
+
+def test_an_abort_passes_what_was_damaged_when_its_transaction_began_and_nothing_else(store):
+    save(store, "step-1", [b"one"])
+    damage(store, 0)
+    attempt, _ = prepare(store, values=(b"two",), overwrite=True)
+    assert (attempt.abort().kind, attempt.abort().slot) == ("abort", 1)
+    with pytest.raises(FormatError):
+        claim_abort(store, "step-1", "0" * 32)
+
+
+def test_behind_a_damaged_record_only_what_is_found_is_answered(store):
+    save(store, "step-1", [b"one"])
+    damage(store, 0)
+    second = save(store, "step-1", [b"two"], overwrite=True)
+    assert resolve(store, "step-1", second.txn) == second
+    for force in (False, True):
+        with pytest.raises(FormatError, match=r"step-1\.0"):
+            resolve(store, "step-1", "0" * 32, force=force)
+    damage(store, 1)
+    with pytest.raises(FormatError, match=r"step-1\.1"):
+        find(store, "step-1")
+
+
+def test_a_commit_below_a_damaged_record_is_not_the_answer(store):
+    save(store, "step-1", [b"one"])
+    save(store, "step-1", [b"two"], overwrite=True)
+    damage(store, 1)
+    with pytest.raises(FormatError, match=r"step-1\.1"):
+        find(store, "step-1")
+
+
 def test_an_aborted_transaction_cannot_commit_and_the_next_one_takes_the_next_slot(store):
     attempt, shards = prepare(store)
     assert claim_abort(store, "step-1", attempt.ticket.txn, writer="sweeper").kind == "abort"

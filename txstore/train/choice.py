@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from txstore.catalog import find, newest
 from txstore.decisions import read_manifest
-from txstore.errors import CheckpointNotFound, CheckpointRetired, FormatError, IntegrityError, LoadError
+from txstore.errors import CheckpointNotFound, CheckpointRetired, FormatError, IntegrityError, LoadError, UnknownVersion
 from txstore.keys import SlotName, parse_decision_key
 from txstore.manifest import Decision, Manifest
 from txstore.ops.report import Depth, Report
@@ -56,7 +56,7 @@ def newest_readable(store: Store, passed_over: Collection[str]) -> tuple[Decisio
             return None, tuple(damaged)
         except FormatError as error:
             name = parse_decision_key(error.key)
-            if name is None or name.checkpoint in damaged:
+            if isinstance(error, UnknownVersion) or name is None or name.checkpoint in damaged:
                 raise
             damaged.append(name.checkpoint)
 

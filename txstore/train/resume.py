@@ -35,6 +35,7 @@ from txstore.errors import (
     PlanMismatch,
     StateMismatch,
     TxStoreError,
+    UnknownVersion,
 )
 from txstore.keys import SlotName, parse_decision_key
 from txstore.manifest import Decision, Description
@@ -172,7 +173,7 @@ class Resume:
         """What is damaged by this error, if another checkpoint may be taken instead: the decision record included."""
         if self.options.fallback == "error" or self.options.checkpoint is not None:
             return None
-        if not isinstance(error, IntegrityError | FormatError):
+        if not isinstance(error, IntegrityError | FormatError) or isinstance(error, UnknownVersion):
             return None
         return SlotName(decision.checkpoint, decision.slot) if decision else parse_decision_key(error.key)
 
