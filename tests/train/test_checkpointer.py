@@ -481,6 +481,31 @@ def test_a_record_is_refused_where_it_is_made(store_url, wrong):
         saves.save()
 
 
+@pytest.mark.parametrize(("step", "status"), [(0, 70), (1, 0)])
+def test_a_failure_that_was_caught_is_told_unless_the_work_was_saved_after_all(store_url, step, status):
+    """A loop that trains again after an error: at the end everything is committed, or the failed step is not."""
+    here = Path(__file__).parent
+    script = SCRIPT.format(paths=[str(here.parents[1]), str(here.parent / "dcp")], url=store_url, fails=True)
+    script = script.replace(
+        "saves.save()",
+        f"""
+try:
+    with saves:
+        saves.save()
+        raise KeyError("mine")
+except KeyError:
+    pass
+again = Run()
+again.state.progress.global_step = {step}
+with Checkpointer({store_url!r}, again.state) as saves:
+    saves.save()
+""",
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stderr
+    assert ("txstore: the save of step-1 failed: " in done.stderr) == (status == 70)
+
+
 def test_a_failure_behind_a_green_exit_is_told(store_url):
     """``sys.exit(0)`` inside the block: the failed save is a note on an exception that nobody prints."""
     here = Path(__file__).parent

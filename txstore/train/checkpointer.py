@@ -366,7 +366,7 @@ class Checkpointer:
         # This rank may be the only one that leaves: nothing collective. And the first error stays the one raised.
         if told := self.overlooked():
             error.add_note(f"txstore: {told}")
-            exit_guard.remember(told)
+            exit_guard.remember(told, self.store.url, self._ledger.last_step)
         self._release()
 
     def _check_open(self) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+from dataclasses import dataclass
 from typing import Protocol
 
 EXIT_STATUS = 70
@@ -25,13 +26,28 @@ class Guarded(Protocol):
         """Wait for what is on its way; what nobody has been told, or ""."""
 
 
-_noted: list[str] = []
-"""Failures that were only noted on an exception: somebody may catch it, or it may be the SystemExit of a green run."""
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    text: str
+    url: str
+    step: int
 
 
-def remember(text: str) -> None:
-    """Tell `text` at the end of the interpreter."""
-    _noted.append(text)
+_noted: list[_Noted] = []
+"""Failures that were only noted on an exception: somebody may catch it, or it may be the SystemExit of a green run.
+
+Whether anybody read the note cannot be seen. So it counts as dealt with only if the work was saved after all.
+"""
+
+
+def remember(text: str, url: str, step: int) -> None:
+    """Tell `text` at the end of the interpreter: saves to the store at `url` failed, the latest at `step`."""
+    _noted.append(_Noted(text, url, step))
+
+
+def overtaken(url: str, step: int) -> None:
+    """This process has committed `step` to the store at `url`: earlier failures there have cost nothing."""
+    _noted[:] = [one for one in _noted if one.url != url or one.step > step]
 
 
 # Strong references: a checkpointer that was only dropped may hold a failure too.
@@ -52,7 +68,9 @@ def release(checkpointer: Guarded) -> None:
 
 
 def _at_exit() -> None:
-    found = _noted + [text for checkpointer in list(_open.values()) if (text := checkpointer.overlooked())]
+    found = [one.text for one in _noted] + [
+        text for checkpointer in list(_open.values()) if (text := checkpointer.overlooked())
+    ]
     if not found:
         return
     for text in found:

@@ -58,6 +58,11 @@ class Ledger:
         """Whether nothing is on its way on this rank."""
         return all(request.ended.is_set() for request in self._requests)
 
+    @property
+    def last_step(self) -> int:
+        """The highest step of a save that is not accounted for; -1 if there is none."""
+        return max((request.handle.step for request in self._requests), default=-1)
+
     def add(self, request: Request) -> None:
         """Take note of a save that is on its way."""
         self._requests.append(request)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from txstore.dcp.writer import StorageWriter
 from txstore.errors import AlreadyCommitted, CommitUnknown, LoadError, SaveError, TxStoreError, describe
 from txstore.manifest import Decision
+from txstore.train import exit_guard
 from txstore.train.exchange import Exchange, typed
 from txstore.train.fate import give_up, with_fates
 from txstore.train.request import Request
@@ -68,6 +69,8 @@ class BackgroundSaves:
             self._ended(request, decision)
             if not request.given_up:
                 request.settle(decision, request.error)
+            if decision is not None:
+                exit_guard.overtaken(self._writer.store.url, request.handle.step)
             if decision is not None and request.error is None:
                 request.committed_s = request.ended_s
                 request.error = self._verified(decision)
