@@ -11,7 +11,7 @@ import pytest
 
 from txstore import request_cap
 from txstore.errors import ConfigError
-from txstore.request_cap import max_requests, request_slot
+from txstore.request_cap import max_requests, request_slot, requests_allowed
 
 WAIT_S = 20
 
@@ -96,6 +96,64 @@ def test_a_request_within_a_request_needs_no_second_slot(set_max_requests):
             with pytest.raises(TimeoutError):  # the end of the inner one gave nothing back
                 other.result(0.2)
         assert other.result(WAIT_S) == 1
+
+
+def in_flight(number, inside):
+    """Have `number` requests in flight together; `inside` gets the slot of each when all are."""
+    together = threading.Barrier(number)
+
+    def one():
+        with request_slot() as slot:
+            together.wait(WAIT_S)
+            inside(slot)
+
+    with ThreadPoolExecutor(number) as pool:
+        for future in [pool.submit(one) for _ in range(number)]:
+            future.result(WAIT_S)
+
+
+def test_a_store_that_throttles_halves_what_is_in_flight_once_for_all_that_were(set_max_requests):
+    set_max_requests(32)
+    together = threading.Barrier(8)
+
+    def refused(slot):
+        slot.throttled()
+        together.wait(WAIT_S)  # all eight are refused before any of them has ended
+
+    in_flight(8, refused)
+    assert requests_allowed() == 4, (
+        "half of the eight that were in flight, not of what was allowed, and not eight times"
+    )
+
+
+def test_each_answer_lets_the_number_grow_again_up_to_the_cap(set_max_requests):
+    set_max_requests(4)
+    with request_slot() as slot:
+        slot.throttled()
+    assert requests_allowed() == 1, "never none: nobody would find out that the store takes more"
+    counts = []
+    for _ in range(12):
+        with request_slot():
+            pass
+        counts.append(requests_allowed())
+    # About one more for as many answers as are allowed at once: slowly, since a step too far costs half.
+    assert counts == [2, 2, 2, 3, 3, 3, 4, 4, 4, 4, 4, 4]
+
+
+def test_a_request_without_an_answer_changes_nothing(set_max_requests):
+    set_max_requests(4)
+    with request_slot() as slot:
+        slot.throttled()
+    for _ in range(20):
+        with pytest.raises(RuntimeError), request_slot():
+            raise RuntimeError
+    assert requests_allowed() == 1
+
+
+def test_a_request_within_a_request_is_throttled_with_it(set_max_requests):
+    set_max_requests(8)
+    with request_slot() as outer, request_slot() as inner:
+        assert inner is outer
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -110,6 +110,7 @@ class LostReplyProxy:
     Attributes:
         url: Where clients connect.
         requests: Every request received, in order of arrival.
+        connections: How many connections were made so far.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -119,6 +120,7 @@ class LostReplyProxy:
         self._rules: list[list[Any]] = []  # rule, matches so far
         self._held: list[Request] = []
         self.requests: list[Request] = []
+        self.connections = 0
         self._server = _Server(self)
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -222,6 +224,7 @@ class _Server(socketserver.TCPServer):
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        self.proxy.connections += 1
         thread = threading.Thread(target=self._serve, args=(request, client_address), daemon=True)
         with self._lock:
             self._open[thread] = request
