@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from benchmarks.cases import FSSPEC, OURS
+from benchmarks.cases import FSSPEC
 from benchmarks.counting import CountingProxy
 
 # The servers are imported where they are used: each needs the SDK of its backend.
@@ -65,12 +65,7 @@ class S3:
         url, at = f"s3://{self._bucket.name}/{_slug(contender)}", endpoint or self._bucket.endpoint.url
         if contender == FSSPEC:
             return {"url": url, "options": {"key": key, "secret": secret, "client_kwargs": {"endpoint_url": at}}}
-        options = {"key": key, "secret": secret, "endpoint_url": at}
-        if contender == OURS:
-            # Without TLS botocore would sign every body with a pass of SHA-256. The CRT under s3torchconnector does
-            # not, and over TLS, as in production, nobody does.
-            options["sign_payload"] = False
-        return {"url": url, "options": options}
+        return {"url": url, "options": {"key": key, "secret": secret, "endpoint_url": at}}
 
     def clear(self) -> None:
         client = self._bucket.client

@@ -75,8 +75,8 @@ class Service:
 
 
 SERVICES = (
-    Service("Amazon S3", 16 << 20, 2, 3_500, 5_500, 5.0, 0.4),
-    Service("Amazon S3, spread 16", 16 << 20, 2, 16 * 3_500, 16 * 5_500, 5.0, 0.4),
+    Service("Amazon S3", 32 << 20, 2, 3_500, 5_500, 5.0, 0.4),
+    Service("Amazon S3, spread 16", 32 << 20, 2, 16 * 3_500, 16 * 5_500, 5.0, 0.4),
     Service("Google Cloud Storage", None, 0, 1_000, 5_000, 5.0, 0.4),
-    Service("Azure Blob Storage", 8 << 20, 1, 20_000, 20_000, 5.5, 0.44),
+    Service("Azure Blob Storage", 32 << 20, 1, 20_000, 20_000, 5.5, 0.44),
 )

@@ -179,6 +179,8 @@ class RetryingStore(Store):
         self.url = inner.url
         self.needs_probe = inner.needs_probe
         self.distant = inner.distant
+        self.streams = inner.streams
+        self.read_bytes = inner.read_bytes
         self._retrier = Retrier(policy, sleep=sleep, clock=clock)
         self._in_flight = InFlight()
 

@@ -24,7 +24,7 @@ What every implementation guarantees:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import get_ident
 from types import TracebackType
@@ -88,9 +88,13 @@ class Source(ABC):
     def read(self, start: int, stop: int) -> Buffer:
         """Bytes `start` to `stop`; no copy where that is possible. Valid until the next read by this thread."""
 
+    def pieces(self, start: int, stop: int) -> Sequence[Buffer]:
+        """The bytes that `read` gives, where they lie: for who needs no single buffer. As long valid."""
+        return (self.read(start, stop),)
+
     @abstractmethod
     def crc32c(self, start: int, stop: int) -> int:
-        """CRC32C of a range that `read` has produced; block-aligned unless it ends the source.
+        """CRC32C of a range that `read` or `pieces` has produced; block-aligned unless it ends the source.
 
         A backend that sends checksums reads a range first and asks afterwards, so that the bytes
         are passed over once.
@@ -131,27 +135,32 @@ class ChecksummedSource(Source):
         self._name = name
         self.size = inner.size
         self._blocks: list[int | None] = [None] * -(-inner.size // BLOCK_BYTES)
-        self._sending: dict[int, tuple[int, memoryview]] = {}  # by thread: what it read last
+        self._sending: dict[int, tuple[int, list[memoryview]]] = {}  # by thread: what it read last
 
     def read(self, start: int, stop: int) -> Buffer:
         """The inner source's bytes, their blocks checksummed."""
+        return self._checked(start, stop, lambda: (self._inner.read(start, stop),))[0]
+
+    def pieces(self, start: int, stop: int) -> Sequence[Buffer]:
+        """The inner source's pieces, their blocks checksummed."""
+        return self._checked(start, stop, lambda: self._inner.pieces(start, stop))
+
+    def _checked(self, start: int, stop: int, read: Callable[[], Sequence[Buffer]]) -> list[memoryview]:
         self._look_again(get_ident())
-        data = memoryview(self._inner.read(start, stop)).cast("B")
-        if start % BLOCK_BYTES or data.nbytes != stop - start or (stop % BLOCK_BYTES and stop != self.size):
+        data = [memoryview(piece).cast("B") for piece in read()]
+        size = sum(piece.nbytes for piece in data)
+        if start % BLOCK_BYTES or size != stop - start or (stop % BLOCK_BYTES and stop != self.size):
             raise ValueError(f"read of {start}:{stop} is not aligned to blocks of {BLOCK_BYTES} bytes")
         self._check(start, data)
         self._sending[get_ident()] = start, data
         return data
 
     def _look_again(self, thread: int) -> None:
-        start, data = self._sending.pop(thread, (0, None))
-        if data is not None:
-            self._check(start, data)
+        start, data = self._sending.pop(thread, (0, []))
+        self._check(start, data)
 
-    def _check(self, start: int, data: memoryview) -> None:
-        for offset in range(0, data.nbytes, BLOCK_BYTES):
-            number = (start + offset) // BLOCK_BYTES
-            value = crc32c(data[offset : offset + BLOCK_BYTES])
+    def _check(self, start: int, data: list[memoryview]) -> None:
+        for number, value in enumerate(_block_crcs(data), start // BLOCK_BYTES):
             known = self._blocks[number]
             if known is not None and known != value:
                 raise PlanMismatch(
@@ -186,6 +195,22 @@ class ChecksummedSource(Source):
         return done
 
 
+def _block_crcs(data: Sequence[memoryview]) -> Iterator[int]:
+    """CRC32C of each block of bytes that lie in pieces."""
+    crc, left = 0, BLOCK_BYTES
+    for piece in data:
+        at = 0
+        while at < piece.nbytes:
+            taken = piece[at : at + left]
+            crc = crc32c(taken, crc)
+            at, left = at + taken.nbytes, left - taken.nbytes
+            if not left:
+                yield crc
+                crc, left = 0, BLOCK_BYTES
+    if left < BLOCK_BYTES:
+        yield crc
+
+
 class Store(ABC):
     """One root on one backend. See the module docstring for what all verbs guarantee.
 
@@ -208,6 +233,15 @@ class Store(ABC):
 
     False where the page cache answers, which copies faster than any rank sends.
     """
+
+    streams: int = 2
+    """How many reads one process should have in flight: more where each spends its time waiting for a network.
+
+    `txstore.request_cap` bounds all stores together.
+    """
+
+    read_bytes: int = 8 * BLOCK_BYTES
+    """Largest read straight into its place, a multiple of the block size: larger where each request has its price."""
 
     @abstractmethod
     def put(self, key: str, source: Source) -> ObjectInfo:

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +26,10 @@ from azure.storage.blob import ContainerClient
 from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
+from txstore.checksum import Buffer
 from txstore.errors import ConfigError, StoreError, TxStoreError
-from txstore.request_cap import max_requests, request_slot
+from txstore.lean_http import SettledEnvironment, sendable
+from txstore.request_cap import THROTTLED, max_requests, request_slot
 from txstore_azure.config import AzureConfig
 from txstore_azure.errors import Effect, translate_error, translate_status, unclear
 
@@ -57,15 +59,15 @@ class Body:
     Sent in one piece it would have to be taken whole within the connection timeout.
     """
 
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        self._view = memoryview(data).cast("B")
+    def __init__(self, data: Sequence[Buffer]) -> None:
+        self._data = data
+        self._size = sum(memoryview(one).nbytes for one in data)
 
     def __len__(self) -> int:
-        return self._view.nbytes
+        return self._size
 
-    def __iter__(self) -> Iterator[memoryview]:
-        for start in range(0, self._view.nbytes, _PIECE_BYTES):
-            yield self._view[start : start + _PIECE_BYTES]
+    def __iter__(self) -> Iterator[Buffer]:
+        return sendable(self._data, _PIECE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ class Client:
     @contextmanager
     def stream(self, request: Request) -> Iterator[HttpResponse]:
         """As `send`, but the block reads the body; it holds one of the process's slots while it does."""
-        with request_slot():
+        with request_slot() as slot:
             try:
                 response = self._run(request)
                 if response.status_code == 401 and self._config.account.credential_expires:
@@ -172,6 +174,8 @@ class Client:
             except AzureError as error:
                 raise request.failed(error) from error
             try:
+                if response.status_code in THROTTLED:
+                    slot.throttled()
                 if response.status_code != request.expect:
                     raise request.refused(response.status_code, _code(response), response.headers)
                 yield response
@@ -208,6 +212,11 @@ class Client:
         return held[1]
 
 
+def body_of(response: HttpResponse) -> Any:
+    """The body as it comes over the wire, unread: a ``urllib3.HTTPResponse``."""
+    return response.internal_response.raw  # type: ignore[attr-defined]
+
+
 def _code(response: HttpResponse) -> str:
     """The service's error code; an answer to HEAD has it in a header only."""
     try:
@@ -231,10 +240,14 @@ class _HideSignatures(logging.Filter):
 _hide_signatures = _HideSignatures()
 
 
+class _Session(SettledEnvironment, requests.Session):
+    pass
+
+
 def _session(connections: int) -> requests.Session:
     # Added once, however often: it is always the same filter.
     logging.getLogger("urllib3.connectionpool").addFilter(_hide_signatures)
-    session = requests.Session()
+    session = _Session()
     # Without any an entry of .netrc for the host would replace the signature.
     session.auth = _keep_signature
     never = Retry(total=False, redirect=False, raise_on_status=False)

@@ -37,8 +37,8 @@ class AzureConfig:
     """Name of the container; it is never created."""
     prefix: str = ""
     """What the names of all blobs of the store begin with: "" or ``a/b/``."""
-    part_bytes: int = 8 * BLOCK_BYTES
-    """Bytes of one block; an object up to this size goes up in one request. A multiple of 1 MiB."""
+    part_bytes: int = 32 * BLOCK_BYTES
+    """Bytes of one block, a multiple of 1 MiB. An object up to this size, and 8 MiB at most, goes up in one request."""
     workers: int = 4
     """Blocks of one object that are uploaded at the same time; bytes in flight are at most `part_bytes` x `workers`."""
     connect_timeout_s: float = 10.0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 
-from azure.core.exceptions import AzureError
 from azure.core.rest import HttpResponse
+from urllib3.exceptions import HTTPError
 
-from txstore.errors import StoreError, TransientError
+from txstore.errors import StoreError, TransientError, TxStoreError
+from txstore.lean_http import read_into
 from txstore.retry import Retrier
-from txstore_azure.client import Blob, Client, Request
+from txstore_azure.client import Blob, Client, Request, body_of
 
+_PIECE_BYTES = 1 << 20
 _PROGRESS_BYTES = 1 << 20
 """A read that got this far begins a new budget: a long range over a bad line is not given up."""
 
@@ -95,14 +97,17 @@ class Reading:
             self._etag = etag
         if int(found[2]) + 1 != self._start + self._view.nbytes:
             raise request.garbled("with another range")
+        raw = body_of(response)
         try:
-            for chunk in response.iter_raw():
-                stop = self.done + len(chunk)
-                if stop > self._view.nbytes:
-                    raise request.garbled("with too many bytes")
-                self._view[self.done : stop] = chunk
-                self.done = stop
-        except AzureError as error:
+            while self.done < self._view.nbytes:
+                with self._view[self.done : self.done + _PIECE_BYTES] as piece:
+                    count = read_into(raw, piece)
+                if not count:
+                    raise request.garbled("with too few bytes")
+                self.done += count
+            if raw.read():  # nothing, and the connection is free again
+                raise request.garbled("with too many bytes")
+        except (OSError, HTTPError) as error:
+            if isinstance(error, TxStoreError):
+                raise
             raise request.failed(error) from error
-        if self.done != self._view.nbytes:
-            raise request.garbled("with too few bytes")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from txstore.checksum import Buffer
+from txstore.checksum import BLOCK_BYTES, Buffer
 from txstore.errors import ConfigError, NotFoundError, OutcomeUnknownError
 from txstore.keys import check_key
 from txstore.retry import Retrier, RetryPolicy
@@ -21,6 +21,9 @@ from txstore_azure.upload import block_list, content_md5, new_block_ids, part_by
 _PART_POLICY = RetryPolicy(attempts=4, deadline_s=60.0, longest_wait_s=5.0)
 """For the parts of one verb; the whole verb is repeated above (`txstore.retry.RetryingStore`)."""
 
+_ONE_REQUEST_BYTES = 8 * BLOCK_BYTES
+"""Above this the MD5 that goes with one request takes more time than a block list."""
+
 _NO_QUERY: Mapping[str, str] = {}
 
 
@@ -31,6 +34,9 @@ class AzureStore(Store):
         config: Where the store lies and how requests are made.
         retrier: Repeats single blocks and rereads; tests give one that does not wait.
     """
+
+    streams = 8
+    read_bytes = 32 * BLOCK_BYTES
 
     def __init__(self, config: AzureConfig, *, retrier: Retrier | None = None) -> None:
         self.url = config.url
@@ -56,8 +62,8 @@ class AzureStore(Store):
     def put(self, key: str, source: Source) -> ObjectInfo:
         """See `Store.put`: one Put Blob with its MD5, or blocks and a block list; the size is looked at afterwards."""
         blob = self._blob(key)
-        if source.size <= self.config.part_bytes:
-            self._put_blob(blob, read_part(source, 0, source.size) if source.size else b"", Effect.WRITE)
+        if source.size <= min(self.config.part_bytes, _ONE_REQUEST_BYTES):
+            self._put_blob(blob, read_part(source, 0, source.size) if source.size else (), Effect.WRITE)
             return ObjectInfo(key, source.size)
         self._put_blocks(blob, source)
         info = self.head(key)
@@ -69,7 +75,7 @@ class AzureStore(Store):
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`: one Put Blob with ``If-None-Match: *``, never blocks, never repeated."""
-        self._put_blob(self._blob(key), data, Effect.CREATE)
+        self._put_blob(self._blob(key), (data,), Effect.CREATE)
 
     def read(self, key: str, start: int = 0, size: int | None = None) -> bytes:
         """See `Store.read`."""
@@ -124,7 +130,7 @@ class AzureStore(Store):
             )
         return Blob(key, self._client.blob_url(name))
 
-    def _put_blob(self, blob: Blob, data: Buffer, effect: Effect) -> None:
+    def _put_blob(self, blob: Blob, data: Sequence[Buffer], effect: Effect) -> None:
         headers = {"x-ms-blob-type": "BlockBlob", "Content-MD5": content_md5(data)}
         if effect is Effect.CREATE:
             headers["If-None-Match"] = "*"
@@ -134,13 +140,13 @@ class AzureStore(Store):
         part_bytes = part_bytes_for(source.size, self.config.part_bytes)
         ids = new_block_ids(-(-source.size // part_bytes))
 
-        def stage(block: str, data: Buffer) -> None:
+        def stage(block: str, data: Sequence[Buffer]) -> None:
             headers = {"Content-MD5": content_md5(data)} if self.config.block_md5 else {}
             query = {"comp": "block", "blockid": block}
             self._retrier.call(lambda: self._write(blob, data, "put of a block", headers=headers, query=query))
 
         upload_parts(source, part_bytes, ids, workers=self.config.workers, stage=stage)
-        document = block_list(ids)
+        document = (block_list(ids),)
         headers = {"Content-MD5": content_md5(document)}
         query = {"comp": "blocklist"}
         # Repeated after a lost reply it finds the same blocks, committed: the same object again.
@@ -151,7 +157,7 @@ class AzureStore(Store):
     def _write(
         self,
         blob: Blob,
-        data: Buffer,
+        data: Sequence[Buffer],
         doing: str,
         effect: Effect = Effect.NONE,
         *,

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from txstore.checksum import BLOCK_BYTES, Buffer
@@ -32,9 +32,12 @@ def part_bytes_for(total: int, wanted: int) -> int:
     return part
 
 
-def content_md5(data: Buffer) -> str:
+def content_md5(data: Sequence[Buffer]) -> str:
     """MD5 as the service wants it in a header, to check what it has received."""
-    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode("ascii")
+    digest = hashlib.md5(usedforsecurity=False)
+    for piece in data:
+        digest.update(piece)
+    return base64.b64encode(digest.digest()).decode("ascii")
 
 
 def new_block_ids(count: int) -> list[str]:
@@ -52,20 +55,20 @@ def block_list(ids: list[str]) -> bytes:
     return f'<?xml version="1.0" encoding="utf-8"?><BlockList>{listed}</BlockList>'.encode("ascii")
 
 
-def read_part(source: Source, start: int, stop: int) -> Buffer:
+def read_part(source: Source, start: int, stop: int) -> Sequence[Buffer]:
     """Bytes of a source.
 
     Raises:
         ValueError: It gave another number of them: sent as they are, the object would silently be another.
     """
-    data = source.read(start, stop)
-    if (count := memoryview(data).nbytes) != stop - start:
+    data = source.pieces(start, stop)
+    if (count := sum(memoryview(piece).nbytes for piece in data)) != stop - start:
         raise ValueError(f"the source gave {count} bytes for {start}:{stop}")
     return data
 
 
 def upload_parts(
-    source: Source, part_bytes: int, ids: list[str], *, workers: int, stage: Callable[[str, Buffer], None]
+    source: Source, part_bytes: int, ids: list[str], *, workers: int, stage: Callable[[str, Sequence[Buffer]], None]
 ) -> None:
     """Read every part of `source` and `stage` it; at most `workers` parts are in memory.
 

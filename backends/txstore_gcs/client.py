@@ -19,7 +19,8 @@ from google.cloud import storage
 from requests.adapters import HTTPAdapter
 
 from txstore.errors import ConfigError
-from txstore.request_cap import max_requests, request_slot
+from txstore.lean_http import SettledEnvironment
+from txstore.request_cap import THROTTLED, max_requests, request_slot
 from txstore_gcs.config import GcsConfig
 from txstore_gcs.credentials import load
 from txstore_gcs.upload import Body
@@ -52,6 +53,10 @@ class _Connected:
     pid: int
     session: AuthorizedSession
     endpoint: str
+
+
+class _Session(SettledEnvironment, AuthorizedSession):
+    pass
 
 
 class _Adapter(HTTPAdapter):
@@ -106,7 +111,7 @@ class Client:
         if self._config.user_project:
             params["userProject"] = self._config.user_project
         headers = {"Accept-Encoding": accept_encoding, "Cache-Control": "no-cache", **call.headers}
-        with request_slot():
+        with request_slot() as slot:
             response: requests.Response = connected.session.request(  # type: ignore[no-untyped-call]
                 call.method,
                 connected.endpoint + call.path,
@@ -117,6 +122,8 @@ class Client:
                 stream=True,
                 allow_redirects=False,  # a redirected POST would become a GET
             )
+            if response.status_code in THROTTLED:
+                slot.throttled()
             try:
                 yield response
             finally:
@@ -144,7 +151,7 @@ class Client:
     def _make(self) -> _Connected:
         credentials = load(self._config)
         endpoint = _endpoint(self._config, credentials)
-        session = AuthorizedSession(credentials, max_refresh_attempts=1)  # type: ignore[no-untyped-call]
+        session = _Session(credentials, max_refresh_attempts=1)
         for scheme in ("https://", "http://"):
             session.mount(scheme, _Adapter(pool_maxsize=max_requests(), max_retries=0))
         session.auth = _as_it_is  # else a `default` entry in ~/.netrc would replace the Authorization header

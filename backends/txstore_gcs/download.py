@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 import requests
 
 from txstore.errors import NotFoundError, TransientError
+from txstore.lean_http import read_into
 from txstore.retry import Retrier, RetryCounts, RetryPolicy
 from txstore_gcs.client import Call
 from txstore_gcs.errors import TRANSPORT, translate, unclear
@@ -35,6 +36,7 @@ class RangeReader:
         start: First byte.
         stop: End of the range; None for the end of the object.
         piece_bytes: Longest piece.
+        into: Where all of them go, as long as the range; else each has memory of its own.
         counts: Where resumptions are counted.
     """
 
@@ -47,6 +49,7 @@ class RangeReader:
         start: int,
         stop: int | None,
         piece_bytes: int,
+        into: memoryview | None = None,
         counts: RetryCounts | None = None,
     ) -> None:
         self._opened = opened
@@ -55,11 +58,12 @@ class RangeReader:
         self._start = self._position = start
         self._stop = stop
         self._piece_bytes = piece_bytes
+        self._into = into
         self._total: int | None = None
         self._version = ""
         self._retrier = Retrier(_RESUME, counts=counts)
 
-    def pieces(self) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[memoryview]:
         """The bytes, in order, each once.
 
         Raises:
@@ -115,6 +119,7 @@ class RangeReader:
     def _learn_total(self, response: requests.Response) -> None:
         if response.status_code == 416:
             self._total = self._position  # nothing lies here or beyond
+            _ = response.content  # a connection with an unread answer is not used again
             return
         length = response.headers.get("Content-Length", "")
         if response.status_code == 200:
@@ -128,16 +133,24 @@ class RangeReader:
                 return
         raise unclear("the answer is not the range that was asked for", self._key, "wrong range", may_apply=False)
 
-    def _body(self, response: requests.Response) -> Iterator[bytes]:
+    def _body(self, response: requests.Response) -> Iterator[memoryview]:
         assert self._total is not None
         end = self._total if self._stop is None else min(self._stop, self._total)
         while self._position < end:
-            wanted = min(self._piece_bytes, end - self._position)
+            piece = self._room(min(self._piece_bytes, end - self._position))
             try:
-                piece: bytes = response.raw.read(wanted, decode_content=False)
+                count = read_into(response.raw, piece)
+                if self._position + count == end:
+                    response.raw.read()  # nothing is left: the connection is free again
             except TRANSPORT as error:
                 raise translate(error, self._key, may_apply=False) from error
-            if not piece:
+            if not count:
                 raise unclear("the body ended early", self._key, "truncated", may_apply=False)
-            self._position += len(piece)
-            yield piece
+            self._position += count
+            yield piece[:count]
+
+    def _room(self, size: int) -> memoryview:
+        if self._into is None:
+            return memoryview(bytearray(size))
+        at = self._position - self._start
+        return self._into[at : at + size]

@@ -54,6 +54,9 @@ class GcsStore(Store):
         config: Where the store lies and how it is reached.
     """
 
+    streams = 8
+    read_bytes = 32 * BLOCK_BYTES
+
     def __init__(self, config: GcsConfig) -> None:
         self.url = config.url
         self._config = config
@@ -88,7 +91,7 @@ class GcsStore(Store):
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`: one request with ``ifGenerationMatch=0``, which only the first can satisfy."""
         name, checksum = self._name(key), crc32c(data)
-        reply = self._upload(key, name, with_metadata(name, data, checksum), ifGenerationMatch="0")
+        reply = self._upload(key, name, with_metadata(name, (data,), checksum), ifGenerationMatch="0")
         if reply.status == 412:
             raise AlreadyExistsError("object exists", key=key).because("412")
         self._stored(reply, key, len(data), checksum)
@@ -100,19 +103,15 @@ class GcsStore(Store):
             return b""
         stop = None if size is None else start + size
         pieces = list(self._pieces(key, start, stop, self._config.window_bytes))
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return b"".join(pieces)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        """See `Store.read_into`: pieces that are still in the processor's cache are copied to their place."""
-        done = 0
+        """See `Store.read_into`: from the socket to its place, without a copy."""
         with buffer.cast("B") as view:
             if not view.nbytes:
                 self.head(key)
                 return 0
-            for piece in self._pieces(key, start, start + view.nbytes, BLOCK_BYTES):
-                view[done : done + len(piece)] = piece
-                done += len(piece)
-        return done
+            return sum(len(piece) for piece in self._pieces(key, start, start + view.nbytes, BLOCK_BYTES, view))
 
     def head(self, key: str) -> ObjectInfo:
         """See `Store.head`."""
@@ -197,10 +196,19 @@ class GcsStore(Store):
             raise unclear("the service stored other bytes than were sent", key, "stored differently", may_apply=True)
         return info
 
-    def _pieces(self, key: str, start: int, stop: int | None, piece_bytes: int) -> Iterator[bytes]:
+    def _pieces(
+        self, key: str, start: int, stop: int | None, piece_bytes: int, into: memoryview | None = None
+    ) -> Iterator[memoryview]:
         call = Call(method="GET", path=self._path(key), params={"alt": "media"})
         reader = RangeReader(
-            self._opened, call, key, start=start, stop=stop, piece_bytes=piece_bytes, counts=self._counts
+            self._opened,
+            call,
+            key,
+            start=start,
+            stop=stop,
+            piece_bytes=piece_bytes,
+            into=into,
+            counts=self._counts,
         )
         return reader.pieces()
 

@@ -10,9 +10,10 @@ import base64
 import json
 import secrets
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from txstore.checksum import BLOCK_BYTES, Buffer
+from txstore.lean_http import sendable
 from txstore.store import Source
 
 _CONTENT_TYPE = "application/octet-stream"
@@ -80,7 +81,7 @@ class Body:
         yield self._tail
 
 
-def with_metadata(name: str, data: Buffer, crc32c: int) -> Body:
+def with_metadata(name: str, data: Sequence[Buffer], crc32c: int) -> Body:
     """Metadata and data in one multipart/related body: the service refuses other bytes than `crc32c` says."""
     # no-store: GCS serves publicly readable objects from caches otherwise, and a reader must never see an old one.
     metadata = {
@@ -95,18 +96,18 @@ def with_metadata(name: str, data: Buffer, crc32c: int) -> Body:
         f"--{boundary}\r\nContent-Type: {_CONTENT_TYPE}\r\n\r\n"
     )
     return Body(
-        len(data),
-        lambda: _pieces(data),
+        sum(memoryview(one).nbytes for one in data),
+        lambda: sendable(data, BLOCK_BYTES),
         content_type=f'multipart/related; boundary="{boundary}"',
         around=(head.encode(), f"\r\n--{boundary}--\r\n".encode()),
     )
 
 
-def read_range(source: Source, start: int, stop: int) -> memoryview:
+def read_range(source: Source, start: int, stop: int) -> Sequence[Buffer]:
     """The bytes of a range, all of them: a short body would leave the service waiting for the rest."""
-    data = memoryview(source.read(start, stop) if stop > start else b"").cast("B")
-    if data.nbytes != stop - start:
-        raise ValueError(f"the source gave {data.nbytes} bytes for {start}:{stop}")
+    data = source.pieces(start, stop) if stop > start else ()
+    if (count := sum(memoryview(one).nbytes for one in data)) != stop - start:
+        raise ValueError(f"the source gave {count} bytes for {start}:{stop}")
     return data
 
 
@@ -115,13 +116,7 @@ def windows_of(source: Source, window_bytes: int) -> Callable[[], Iterator[Buffe
 
     def windows() -> Iterator[Buffer]:
         for start in range(0, source.size, window_bytes):
-            yield from _pieces(read_range(source, start, min(start + window_bytes, source.size)))
+            # Each piece has `connect_timeout_s` to go out: urllib3 sets the read timeout only when all is sent.
+            yield from sendable(read_range(source, start, min(start + window_bytes, source.size)), BLOCK_BYTES)
 
     return windows
-
-
-def _pieces(data: Buffer) -> Iterator[Buffer]:
-    """Each piece has `connect_timeout_s` to go out: urllib3 sets the read timeout only when all is sent."""
-    view = memoryview(data)
-    for start in range(0, view.nbytes, BLOCK_BYTES):
-        yield view[start : start + BLOCK_BYTES]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,9 +20,10 @@ from botocore.loaders import create_loader
 from botocore.session import Session as CoreSession
 
 from txstore.errors import TxStoreError
-from txstore.request_cap import max_requests, request_slot
+from txstore.request_cap import THROTTLED, max_requests, request_slot
 from txstore_s3.config import S3Config, check_endpoint
 from txstore_s3.errors import EXPIRED, SDK_ERRORS, Call, code_of, translate
+from txstore_s3.wire import Answer, Request, Wire
 
 _log = logging.getLogger(__name__)
 _DEFAULT_REGION = "us-east-1"
@@ -39,47 +40,11 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Body:
-    """A request body over memory that is not copied: what botocore signs and measures, and what is then sent."""
-
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
-        self._at = 0
-
-    def __len__(self) -> int:
-        return self.view.nbytes
-
-    def read(self, size: int | None = None) -> memoryview:
-        """The next bytes."""
-        stop = len(self) if size is None or size < 0 else min(len(self), self._at + size)
-        start, self._at = self._at, stop
-        return self.view[start:stop]
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Move, as files do."""
-        self._at = offset + (0, self._at, len(self))[whence]
-        return self._at
-
-    def tell(self) -> int:
-        """Where the next read begins."""
-        return self._at
-
-
-def _send_memory(request: Any, **_kwargs: Any) -> None:
-    """Hand the memory itself to the socket: read as a file it would be sent in pieces of 16 KiB."""
-    if isinstance(request.body, Body):
-        request.body = request.body.view
-        request.reset_stream = _nothing  # after a redirect to the bucket's region: memory needs no rewinding
-
-
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class _Connection:
     pid: int
     client: Any
+    wire: Wire
     credentials: Any  # as they were at the beginning
     amazon: bool
 
@@ -126,15 +91,46 @@ class Clients:
             ConfigError: The configuration that the SDK finds is unusable.
             StoreError: See `translate`.
         """
-        with request_slot():
-            client = self._get().client
+        with self._connected(call) as connection:
+            yield connection.client
+
+    @contextmanager
+    def answer(self, call: Call, request: Request) -> Iterator[Answer]:
+        """The service's success, for a block that reads its body.
+
+        Raises:
+            ConfigError, StoreError: As `request`.
+        """
+        with self._connected(call) as connection:
+            answer = connection.wire.send(request)
             try:
-                yield client
+                yield answer
+            finally:
+                answer.raw.close()  # unless it was read to its end, the connection ends too
+
+    def tell(self, call: Call, request: Request) -> Mapping[str, str]:
+        """The headers of the service's success.
+
+        Raises:
+            ConfigError, StoreError: As `request`.
+        """
+        with self.answer(call, request) as answer:
+            return answer.headers
+
+    @contextmanager
+    def _connected(self, call: Call) -> Iterator[_Connection]:
+        with request_slot() as slot:
+            connection = self._get()
+            try:
+                yield connection
             except TxStoreError:
                 raise  # some of ours are OSErrors too
             except SDK_ERRORS as error:
-                expired = code_of(error)[1] in EXPIRED
-                raise translate(error, call, refreshed=expired and self._refreshed(client)) from error
+                status, code = code_of(error)
+                if status in THROTTLED or code == "SlowDown":
+                    slot.throttled()
+                refreshed = code in EXPIRED and self._refreshed(connection.client)
+                raise translate(error, call, refreshed=refreshed) from error
 
     def close(self) -> None:
         """Close the connections; the next request opens new ones."""
@@ -183,13 +179,15 @@ def _make(config: S3Config) -> _Connection:
         given = (client.meta.config.s3 or {}).get("addressing_style")
         wanted = style or given or ("auto" if amazon else "path")
         signed = sign if sign is not None else endpoint.startswith("http:")
+        # What a checksum goes along with is not signed as well, unless that is asked for: the server compares.
+        sign_body = False if sign is None and config.checksum == "crc32c" else None
         if (wanted, signed) != (given, sign):
             client.close()
             client = _client(session, config, wanted, sign=signed)
-        client.meta.events.register("before-send.s3", _send_memory)
         credentials = None if config.anon else session.get_credentials()
         frozen = credentials.get_frozen_credentials() if credentials is not None else None
-        return _Connection(os.getpid(), client, frozen, amazon)
+        bucket = {"Bucket": config.bucket, **config.owner}
+        return _Connection(os.getpid(), client, Wire(client, bucket, sign_body=sign_body), frozen, amazon)
 
 
 def _session(config: S3Config) -> Session:

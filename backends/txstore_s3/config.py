@@ -73,16 +73,17 @@ class S3Config:
     checksum: Literal["crc32c", "none"] = "crc32c"
     """Checksum sent with every upload. ``none`` only for endpoints that reject the header."""
     sign_payload: bool | None = None
-    """Whether signatures cover the body. Costs a SHA-256 pass; None: only where there is no TLS."""
+    """Whether signatures cover the body, which costs a SHA-256 pass. None: without TLS those of documents and decisions
+    do; data goes with its CRC32C, which is signed, and which the server compares."""
     server_side_encryption: str | None = None
     """``AES256``, ``aws:kms`` or ``aws:kms:dsse``; else the bucket's default."""
     kms_key_id: str | None = None
     """Key for ``aws:kms``."""
     expected_bucket_owner: str | None = None
     """Account that must own the bucket: requests to another one's bucket of that name are refused."""
-    part_bytes: int = 16 << 20
+    part_bytes: int = 32 << 20
     """Size of an upload's parts; larger where 10,000 would not do. An object up to this size is one request."""
-    part_workers: int = 8
+    part_workers: int = 4
     """Parts of one object that are sent at the same time: an upload holds at most this many parts in memory."""
     connect_timeout_s: float = 10.0
     """Longest wait for a connection."""
@@ -142,6 +143,11 @@ class S3Config:
                 "give profile=, or leave credentials to the environment"
             )
         return object.__reduce_ex__(self, protocol)
+
+    @property
+    def owner(self) -> dict[str, str]:
+        """The account that must own the bucket, as the API names it; empty if any may."""
+        return {"ExpectedBucketOwner": self.expected_bucket_owner} if self.expected_bucket_owner else {}
 
     @property
     def url(self) -> str:

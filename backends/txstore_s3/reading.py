@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from txstore.errors import AlreadyExistsError, StoreError, TransientError
+from txstore.lean_http import read_into as read_into_memory
 from txstore.retry import RETRIED, Retrier
 from txstore_s3.client import Clients
 from txstore_s3.errors import Call, code_of
+from txstore_s3.wire import Answer, Request
 
-_CHUNK_BYTES = 256 << 10  # what a silence in the middle of a body costs at most: the SDK drops a chunk's beginning
+_CHUNK_BYTES = 512 << 10  # what a break in the middle of a body costs at most: the beginning of a chunk is dropped
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 _NOT_SATISFIABLE = 416
 
@@ -18,11 +19,9 @@ _NOT_SATISFIABLE = 416
 class _Reader:
     """One read: where it stands, and what version of the object it began with."""
 
-    def __init__(
-        self, clients: Clients, names: dict[str, str], key: str, start: int, buffer: memoryview | None = None
-    ) -> None:
+    def __init__(self, clients: Clients, name: str, key: str, start: int, buffer: memoryview | None = None) -> None:
         self._clients = clients
-        self._names = names
+        self._name = name
         self._call = Call("GetObject", key)
         self._start = start
         self._etag: str | None = None
@@ -41,14 +40,11 @@ class _Reader:
         elif first:
             want["Range"] = f"bytes={first}-"
         if self._etag is not None:
-            want["IfMatch"] = self._etag
+            want["If-Match"] = self._etag
+        request = Request(operation="GetObject", method="GET", name=self._name, headers=want)
         try:
-            with self._clients.request(self._call) as client:
-                answer = client.get_object(**self._names, **want)
-                try:
-                    self._fill(answer, first, size, ranged="Range" in want)
-                finally:
-                    answer["Body"].close()
+            with self._clients.answer(self._call, request) as answer:
+                self._fill(answer, first, size, ranged="Range" in want)
         except AlreadyExistsError as error:  # 412: another object has taken its place
             self._etag, self.done, self.buffer = None, 0, self._given
             raise TransientError("the object was replaced while it was read", key=self._call.key).because(
@@ -58,43 +54,43 @@ class _Reader:
             if code_of(error.__cause__)[0] != _NOT_SATISFIABLE:
                 raise
 
-    def _fill(self, answer: dict[str, Any], first: int, size: int | None, *, ranged: bool) -> None:
-        length = answer.get("ContentLength")
-        if length is None:
+    def _fill(self, answer: Answer, first: int, size: int | None, *, ranged: bool) -> None:
+        told = answer.headers.get("Content-Length", "")
+        if not told.isdigit():
             raise TransientError("the reply was cut off", key=self._call.key).because("cut reply")
-        status = answer["ResponseMetadata"]["HTTPStatusCode"]
-        if ranged and status != 200:
-            found = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))
+        length = int(told)
+        if ranged and answer.status != 200:
+            found = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
             if found is None or int(found[1]) != first or int(found[2]) - first + 1 != length:
                 raise TransientError("the store answered with another range", key=self._call.key).because("wrong range")
         elif ranged and first:
             raise StoreError("the store ignores ranges", key=self._call.key, next_step="see docs/compatibility.md")
-        self._etag = answer.get("ETag") or None
+        self._etag = answer.headers.get("ETag") or None
         if self.buffer is None:
             self.buffer = memoryview(bytearray(length if size is None else min(length, size)))
         room = self.buffer.nbytes - self.done
         left = min(length, room)
         while left:
             with self.buffer[self.done : self.done + min(left, _CHUNK_BYTES)] as piece:
-                count = answer["Body"].readinto(piece)
+                count = read_into_memory(answer.raw, piece)
             if not count:
                 raise TransientError("the body ended early", key=self._call.key).because("short body")
             self.done += count
             left -= count
+        if length <= room:
+            answer.raw.read()  # nothing is left: the connection is free again
 
 
-def read_into(
-    clients: Clients, retrier: Retrier, names: dict[str, str], key: str, *, start: int, buffer: memoryview
-) -> int:
+def read_into(clients: Clients, retrier: Retrier, name: str, key: str, *, start: int, buffer: memoryview) -> int:
     """Fill `buffer` from `start`; how many bytes there were. See `Store.read_into`."""
-    reader = _Reader(clients, names, key, start, buffer)
+    reader = _Reader(clients, name, key, start, buffer)
     _run(reader, retrier, buffer.nbytes)
     return reader.done
 
 
-def read(clients: Clients, retrier: Retrier, names: dict[str, str], key: str, *, start: int, size: int | None) -> bytes:
+def read(clients: Clients, retrier: Retrier, name: str, key: str, *, start: int, size: int | None) -> bytes:
     """See `Store.read`."""
-    reader = _Reader(clients, names, key, start)
+    reader = _Reader(clients, name, key, start)
     _run(reader, retrier, size)
     return bytes(reader.buffer[: reader.done]) if reader.buffer is not None else b""
 

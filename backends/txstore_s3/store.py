@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
-from txstore.checksum import crc32c
+from txstore.checksum import BLOCK_BYTES, crc32c
 from txstore.errors import (
     ConfigError,
     FormatError,
@@ -20,17 +20,20 @@ from txstore.keys import check_key
 from txstore.retry import Retrier, RetryPolicy
 from txstore.store import ObjectInfo, Source, Store, Unfinished
 from txstore_s3 import reading
-from txstore_s3.client import Body, Clients
+from txstore_s3.client import Clients
 from txstore_s3.config import S3Config
 from txstore_s3.errors import Call, UploadGoneError, code_of
-from txstore_s3.upload import Upload, abort, decode_crc, encode_crc
+from txstore_s3.headers import CRC_HEADER, decode_crc, encode_crc, head_of, modified_s
+from txstore_s3.upload import Upload, abort
+from txstore_s3.wire import Body, Request
 
 _SMALL_BYTES = 1 << 20
-"""Up to this a body is sent as bytes: together with the headers, without asking the server first."""
+"""Up to this a body is sent as bytes, together with the headers."""
 
 _PART_POLICY = RetryPolicy(attempts=5, deadline_s=60.0, longest_wait_s=10.0)
 _UPLOAD_MARK = "/.upload/"
 _NOT_KNOWN = frozenset({405, 501})
+_NO_HEADERS: Mapping[str, str] = {}
 
 
 class S3Store(Store):
@@ -42,6 +45,9 @@ class S3Store(Store):
         config: Where the store lies and how it is reached.
         retrier: Repeats parts of one verb; whole verbs are repeated by `txstore.retry.RetryingStore`.
     """
+
+    streams = 8
+    read_bytes = 32 * BLOCK_BYTES
 
     def __init__(self, config: S3Config, retrier: Retrier | None = None) -> None:
         self.url = config.url
@@ -65,61 +71,49 @@ class S3Store(Store):
         if source.size > self._config.part_bytes:
             crc = Upload(self._clients, self._retrier, names, key, source, extra=self._encryption()).run()
             return ObjectInfo(key, source.size, crc)
-        view = memoryview(source.read(0, source.size)).cast("B")
+        data = source.pieces(0, source.size)
         crc = source.crc32c(0, source.size)
-        body = bytes(view) if view.nbytes <= _SMALL_BYTES else Body(view)
-        wanted = {**names, **self._encryption(), **self._checksum(crc), "Body": body, "ContentLength": view.nbytes}
-        with self._clients.request(Call("PutObject", key, "write")) as client:
-            answer = client.put_object(**wanted)
-        _check_complete(answer, "ETag", key, OutcomeUnknownError)
+        body = b"".join(data) if source.size <= _SMALL_BYTES else Body(data)
+        answer = self._put_object(Call("PutObject", key, "write"), body, crc)
         self._bucket_seen = True
-        stored = decode_crc(answer.get("ChecksumCRC32C"))
+        stored = decode_crc(answer.get(CRC_HEADER))
         if stored not in {None, crc}:
             raise IntegrityError("the store reports another checksum than was sent", key=key)
         return ObjectInfo(key, source.size, stored)
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`: one PutObject with ``If-None-Match: *``."""
-        wanted = {**self._names(key), **self._encryption(), **self._checksum(crc32c(data))}
-        with self._clients.request(Call("PutObject", key, "create")) as client:
-            answer = client.put_object(**wanted, Body=bytes(data), IfNoneMatch="*")
-        _check_complete(answer, "ETag", key, OutcomeUnknownError)
+        self._put_object(Call("PutObject", key, "create"), bytes(data), crc32c(data), {"If-None-Match": "*"})
 
     def read(self, key: str, start: int = 0, size: int | None = None) -> bytes:
         """See `Store.read`."""
-        names = self._names(key)
+        name = self._name(key)
         if size == 0:
             self.head(key)
             return b""
-        return reading.read(self._clients, self._retrier, names, key, start=start, size=size)
+        return reading.read(self._clients, self._retrier, name, key, start=start, size=size)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         """See `Store.read_into`."""
-        names = self._names(key)
+        name = self._name(key)
         if not buffer.nbytes:
             self.head(key)
             return 0
-        return reading.read_into(self._clients, self._retrier, names, key, start=start, buffer=buffer.cast("B"))
+        return reading.read_into(self._clients, self._retrier, name, key, start=start, buffer=buffer.cast("B"))
 
     def head(self, key: str) -> ObjectInfo:
         """See `Store.head`."""
-        names = self._names(key)
-        mode = {"ChecksumMode": "ENABLED"} if self._config.checksum == "crc32c" else {}
+        request = head_of(self._name(key), checksum=self._config.checksum == "crc32c")
         try:
-            with self._clients.request(Call("HeadObject", key)) as client:
-                answer = client.head_object(**names, **mode)
+            answer = self._clients.tell(Call("HeadObject", key), request)
         except NotFoundError:
             self._check_bucket(key)
             raise
-        _check_complete(answer, "ContentLength", key, TransientError)
+        size = answer.get("Content-Length", "")
+        if not size.isdigit():
+            raise _cut_off(key, TransientError)
         self._bucket_seen = True
-        modified = answer.get("LastModified")
-        return ObjectInfo(
-            key,
-            answer["ContentLength"],
-            decode_crc(answer.get("ChecksumCRC32C")),
-            modified.timestamp() if modified is not None else None,
-        )
+        return ObjectInfo(key, int(size), decode_crc(answer.get(CRC_HEADER)), modified_s(answer.get("Last-Modified")))
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`: ListObjectsV2, page by page.
@@ -193,21 +187,37 @@ class S3Store(Store):
         """Close the connections."""
         self._clients.close()
 
-    def _names(self, key: str) -> dict[str, str]:
-        names = {"Bucket": self._config.bucket, "Key": self._root + check_key(key)}
-        return names | self._owner()
+    def _put_object(
+        self, call: Call, body: bytes | Body, crc: int, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> Mapping[str, str]:
+        config = self._config
+        wanted = {
+            "x-amz-server-side-encryption": config.server_side_encryption,
+            "x-amz-server-side-encryption-aws-kms-key-id": config.kms_key_id,
+            CRC_HEADER: encode_crc(crc) if config.checksum == "crc32c" else None,
+        }
+        request = Request(
+            operation=call.operation,
+            method="PUT",
+            name=self._name(call.key),
+            headers={name: value for name, value in wanted.items() if value} | {**headers},
+            body=body,
+        )
+        answer = self._clients.tell(call, request)
+        if not answer.get("ETag"):
+            raise _cut_off(call.key, OutcomeUnknownError)
+        return answer
 
-    def _owner(self) -> dict[str, str]:
-        owner = self._config.expected_bucket_owner
-        return {"ExpectedBucketOwner": owner} if owner else {}
+    def _name(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    def _names(self, key: str) -> dict[str, str]:
+        return {"Bucket": self._config.bucket, "Key": self._name(key), **self._config.owner}
 
     def _encryption(self) -> dict[str, str]:
         config = self._config
         wanted = {"ServerSideEncryption": config.server_side_encryption, "SSEKMSKeyId": config.kms_key_id}
         return {name: value for name, value in wanted.items() if value}
-
-    def _checksum(self, crc: int) -> dict[str, str]:
-        return {"ChecksumCRC32C": encode_crc(crc)} if self._config.checksum == "crc32c" else {}
 
     def _relative(self, name: str, prefix: str) -> str | None:
         """The key of a listed object, or None if it is none of ours."""
@@ -219,7 +229,7 @@ class S3Store(Store):
             return None
 
     def _pages(self, method: str, operation: str, prefix: str, first: dict[str, str]) -> Iterator[dict[str, Any]]:
-        names = {"Bucket": self._config.bucket, "Prefix": self._root + prefix} | self._owner()
+        names = {"Bucket": self._config.bucket, "Prefix": self._root + prefix} | self._config.owner
         more = first
 
         def fetch() -> dict[str, Any]:
@@ -260,7 +270,7 @@ class S3Store(Store):
             return
         try:
             with self._clients.request(Call("HeadBucket", key)) as client:
-                client.head_bucket(Bucket=self._config.bucket, **self._owner())
+                client.head_bucket(Bucket=self._config.bucket, **self._config.owner)
         except NotFoundError as error:
             raise ConfigError(
                 f"there is no bucket {self._config.bucket}",
@@ -270,10 +280,9 @@ class S3Store(Store):
         self._bucket_seen = True
 
 
-def _check_complete(answer: dict[str, Any], field: str, key: str, kind: type[StoreError]) -> None:
-    """A reply that was cut off within its headers looks like success: the SDK only misses a field."""
-    if answer.get(field) in {None, ""}:
-        raise kind("the reply was cut off", key=key).because("cut reply")
+def _cut_off(key: str, kind: type[StoreError]) -> StoreError:
+    """A reply that was cut off within its headers looks like success: only a field is missing."""
+    return kind("the reply was cut off", key=key).because("cut reply")
 
 
 def _possible(prefix: str) -> bool:

@@ -7,7 +7,6 @@ settled by looking at the object: its size, and its checksum, our own mark, or i
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import logging
 import secrets
@@ -15,14 +14,17 @@ import threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from txstore.checksum import BLOCK_BYTES
 from txstore.errors import ConfigError, IntegrityError, NotFoundError, OutcomeUnknownError, StoreError, TxStoreError
 from txstore.retry import Retrier
 from txstore.store import Source
-from txstore_s3.client import Body, Clients
+from txstore_s3.client import Clients
 from txstore_s3.config import MAX_PART_BYTES, S3Config
 from txstore_s3.errors import Call, UploadGoneError
+from txstore_s3.headers import CRC_HEADER, decode_crc, encode_crc, head_of
+from txstore_s3.wire import Body, Request
 
 _log = logging.getLogger(__name__)
 
@@ -44,21 +46,6 @@ def part_bytes_for(size: int, wanted: int) -> int:
     if found > MAX_PART_BYTES:
         raise ConfigError(f"an object of {size} bytes is too large for S3", next_step="write smaller shards")
     return found
-
-
-def encode_crc(crc: int) -> str:
-    """A CRC32C as S3 writes it."""
-    return base64.b64encode(crc.to_bytes(4, "big")).decode("ascii")
-
-
-def decode_crc(text: str | None) -> int | None:
-    """The CRC32C of the whole object, or None if there is none: also if it is one of the parts' checksums ("-3")."""
-    if not text or "-" in text:
-        return None
-    try:
-        return int.from_bytes(base64.b64decode(text, validate=True), "big")
-    except ValueError:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +154,19 @@ class Upload:
         def attempt() -> _Part:
             if self._stop.is_set():
                 raise StoreError("another part failed", key=self._key)
-            view = memoryview(self._source.read(start, stop)).cast("B")
+            data = self._source.pieces(start, stop)
             crc = self._source.crc32c(start, stop)
-            wanted: dict[str, Any] = {**names, "PartNumber": number, "Body": Body(view), "ContentLength": stop - start}
-            if self._checksum:
-                wanted["ChecksumCRC32C"] = encode_crc(crc)
-            with self._clients.request(Call("UploadPart", self._key, "write")) as client:
-                answer = client.upload_part(**wanted)
+            request = Request(
+                operation="UploadPart",
+                method="PUT",
+                name=names["Key"],
+                query=f"partNumber={number}&uploadId={quote(names['UploadId'], safe='-._~')}",
+                headers={CRC_HEADER: encode_crc(crc)} if self._checksum else {},
+                body=Body(data),
+            )
+            answer = self._clients.tell(Call("UploadPart", self._key, "write"), request)
             etag = answer.get("ETag")
-            if not etag or decode_crc(answer.get("ChecksumCRC32C")) not in {None, crc}:
+            if not etag or decode_crc(answer.get(CRC_HEADER)) not in {None, crc}:
                 raise OutcomeUnknownError("UploadPart: the store reports another checksum", key=self._key).because(
                     "wrong checksum"
                 )
@@ -214,20 +205,20 @@ class Upload:
             UploadGoneError: Nothing is there, or something that is not surely ours.
             IntegrityError: It carries our mark, and is damaged.
         """
-        mode = {"ChecksumMode": "ENABLED"} if self._checksum else {}
+        request = head_of(self._names["Key"], checksum=self._checksum)
         try:
-            with self._clients.request(Call("HeadObject", self._key)) as client:
-                answer = client.head_object(**self._names, **mode)
+            answer = self._clients.tell(Call("HeadObject", self._key), request)
         except NotFoundError as error:
             raise UploadGoneError("the completed object is not there", key=self._key) from error
-        if answer.get("ContentLength") is None:
+        size = answer.get("Content-Length", "")
+        if not size.isdigit():
             raise OutcomeUnknownError("HeadObject: the reply was cut off", key=self._key).because("cut reply")
-        stored = decode_crc(answer.get("ChecksumCRC32C"))
-        ours = answer.get("Metadata", {}).get(MARK) == self._mark
-        same = answer["ContentLength"] == self._source.size and stored in {None, crc}
+        stored = decode_crc(answer.get(CRC_HEADER))
+        ours = answer.get(f"x-amz-meta-{MARK}") == self._mark
+        same = int(size) == self._source.size and stored in {None, crc}
         if ours and not same:
             raise IntegrityError(
-                f"sent {self._source.size} bytes, the store holds {answer['ContentLength']} or other ones",
+                f"sent {self._source.size} bytes, the store holds {size} or other ones",
                 key=self._key,
             )
         proved = ours or stored is not None or answer.get("ETag") == _etag(parts)

@@ -9,9 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
+from txstore.checksum import BLOCK_BYTES
 from txstore.dcp import StorageReader, StorageWriter
 from txstore.errors import ConfigError, StateMismatch
 from txstore.manifest import Description, Progress
+from txstore.memory import MemoryStore
 
 
 def test_threads_that_share_a_reader_load_what_each_asked_for(store_url):
@@ -66,3 +68,25 @@ def test_a_description_is_refused_before_anything_is_written(store_url):
         StorageWriter(store_url, description=Description(Progress(global_step=1.0)))
     with pytest.raises(ConfigError, match="not a RetryPolicy"):
         StorageWriter(store_url, retry=5)
+
+
+def test_a_load_has_as_many_reads_in_flight_as_the_store_says():
+    together, lengths = threading.Barrier(5), []
+
+    class Wide(MemoryStore):
+        streams = 5
+        read_bytes = BLOCK_BYTES
+
+        def read_into(self, key, start, buffer):
+            lengths.append(len(buffer))
+            if len(lengths) <= 5:
+                together.wait(20)
+            return super().read_into(key, start, buffer)
+
+    store = Wide()
+    value = torch.arange(6 * BLOCK_BYTES, dtype=torch.uint8)
+    dcp.save({"x": value}, storage_writer=StorageWriter(store), checkpoint_id="step-1")
+    target = {"x": torch.zeros_like(value)}
+    dcp.load(target, storage_reader=StorageReader(store), checkpoint_id="step-1")
+    assert torch.equal(target["x"], value)
+    assert max(lengths) <= 2 * BLOCK_BYTES

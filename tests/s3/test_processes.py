@@ -30,7 +30,7 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def victim(at):
-    real, count = Clients.request, iter(range(1_000_000))
+    real, count = Clients._connected, iter(range(1_000_000))
     @contextmanager
     def request(self, call):
         number = next(count)
@@ -42,7 +42,7 @@ def victim(at):
         finally:  # also after an answer that is an error: a look that found nothing
             if number == at:
                 die()
-    Clients.request = request
+    Clients._connected = request
     save(open_store(f"{place}/{when}-{at}", **options), "step-1", values)
 
 ends = []

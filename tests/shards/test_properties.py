@@ -294,9 +294,11 @@ def test_pack_makes_safetensors_files(found: list[Extent], target: int, data: st
         low = data.draw(st.integers(0, file.size))
         high = data.draw(st.integers(low, file.size))
         assert bytes(file.read(low, high)) == whole[low:high]
+        assert b"".join(file.pieces(low, high)) == whole[low:high]
         near = data.draw(st.sampled_from(file.starts))
         low, high = max(0, near - 3), min(file.size, near + 5)
         assert bytes(file.read(low, high)) == whole[low:high]
+        assert b"".join(file.pieces(low, high)) == whole[low:high]
 
 
 def test_headers_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,3 +34,13 @@ def test_a_range_that_overlaps_one_that_was_cut_is_read_whole():
     assert all(job.start <= part.start and part.stop <= job.stop for job in jobs for part in job.parts)
     read = sum(part.stop - part.start for job in jobs for part in job.parts)
     assert read == sum(want.stop - want.start for want in [first, *others])
+
+
+def test_only_reads_straight_to_their_place_may_be_longer_than_a_window():
+    size, cut = 40 * BLOCK_BYTES, BLOCK_BYTES // 2
+    direct = Wanted(0, cut, size - cut, into=memoryview(bytearray(size - 2 * cut)))
+    scratch = [Wanted(0, start, start + 9, deliver=bytes) for start in range(0, size, cut)]
+    jobs = plan_reads([direct, *scratch], [size], 3 * WINDOW_BYTES)
+    straight = [job.stop - job.start for job in jobs if job.into is not None]
+    assert straight == [3 * WINDOW_BYTES, size - 2 * BLOCK_BYTES - 3 * WINDOW_BYTES]
+    assert max(job.stop - job.start for job in jobs if job.into is None) == WINDOW_BYTES

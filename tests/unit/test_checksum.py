@@ -1,6 +1,8 @@
 """CRC32C against its published vectors and against itself; the one checksum pass of a save."""
 
+import os
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -113,6 +115,37 @@ def test_bytes_that_change_between_two_reads_are_refused():
         source.read(0, BLOCK_BYTES + 1)
     assert caught.value.key == "shard"
     assert "dcp.async_save" in str(caught.value)
+
+
+class InPieces(BytesSource):
+    """Its bytes lie in pieces that end anywhere."""
+
+    def __init__(self, data, ends):
+        super().__init__(data)
+        self._ends = ends
+
+    def pieces(self, start, stop):
+        cuts = [start, *(end for end in self._ends if start < end < stop), stop]
+        return [self.read(low, high) for low, high in pairwise(cuts)]
+
+
+@pytest.mark.parametrize("ends", [(), (1,), (BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 5), (2 * BLOCK_BYTES,)])
+def test_pieces_have_the_checksums_of_the_blocks_that_they_make_up(ends):
+    data = os.urandom(3 * BLOCK_BYTES + 7)
+    source = ChecksummedSource(InPieces(data, ends))
+    for start, stop in ((BLOCK_BYTES, 3 * BLOCK_BYTES), (0, BLOCK_BYTES), (3 * BLOCK_BYTES, len(data))):
+        assert b"".join(source.pieces(start, stop)) == data[start:stop]
+    assert source.blocks == tuple(crc32c(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES))
+    assert source.crc32c(0, len(data)) == crc32c(data)
+
+
+def test_pieces_that_change_after_they_were_sent_are_refused():
+    data = bytearray(2 * BLOCK_BYTES)
+    source = ChecksummedSource(InPieces(data, (5, BLOCK_BYTES + 5)), "shard")
+    source.pieces(0, 2 * BLOCK_BYTES)
+    data[BLOCK_BYTES + 5] = 1
+    with pytest.raises(PlanMismatch):
+        source.blocks  # noqa: B018 - it looks
 
 
 def test_nothing_is_stored_when_the_bytes_change_during_a_retry():

@@ -129,7 +129,7 @@ class StorageReader(DcpStorageReader):
             load a part, such as the model without the optimizer; missing keys are then the planner's affair.
         trust_objects: Let the planner unpickle objects outside torch's ``weights_only`` allow-list. The
             checkpoint can then run any code: only for checkpoints that you wrote.
-        threads: Concurrent reads of one rank.
+        threads: Concurrent reads of one rank; by default as many as the store works best with (`Store.streams`).
         share: A gloo group of the ranks that load, of which each reads a part of what several need and passes it on,
             so that the store is asked once for each byte. Worth it where reads are slow or cost money: not for files
             that the page cache holds. A rank that is gone, or waits for the store longer than the group's timeout,
@@ -148,13 +148,13 @@ class StorageReader(DcpStorageReader):
         *,
         strict: bool = True,
         trust_objects: bool = False,
-        threads: int = 2,
+        threads: int | None = None,
         share: ProcessGroup | None = None,
         retry: RetryPolicy | None = None,
         **options: object,
     ) -> None:
         super().__init__()
-        if threads < 1:
+        if threads is not None and threads < 1:
             raise ConfigError(f"threads={threads} must be positive")
         if share is not None:
             check_group(share)
@@ -162,7 +162,7 @@ class StorageReader(DcpStorageReader):
         self.store = connect(store, retry, options)
         self._strict = strict
         self._trust_objects = trust_objects
-        self._threads = threads
+        self._threads = threads or self.store.streams
         self._options = options
         self._loads = threading.local()
         self._pinned: tuple[Decision, Manifest, Index] | None = None

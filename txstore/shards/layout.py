@@ -16,6 +16,7 @@ import json
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from txstore.checksum import BLOCK_BYTES, Buffer, crc32c
 from txstore.store import Source
@@ -117,13 +118,17 @@ class ShardSource(Source):
         begin, end, piece = self._pieces[first]
         if stop <= end:
             return _slice(piece, start - begin, stop - begin)
-        out = bytearray(stop - start)
-        for begin, end, piece in self._pieces[first:]:
+        return b"".join(self.pieces(start, stop))
+
+    def pieces(self, start: int, stop: int) -> list[Buffer]:
+        """Views of the extents that the range crosses, header included."""
+        found = []
+        for begin, end, piece in islice(self._pieces, self._find(start), None):
             low, high = max(begin, start), min(end, stop)
-            if low >= stop:
+            if low >= high:
                 break
-            out[low - start : high - start] = _slice(piece, low - begin, high - begin)
-        return out
+            found.append(_slice(piece, low - begin, high - begin))
+        return found
 
     def crc32c(self, start: int, stop: int) -> int:
         """Reads the range again; a save asks the `ChecksummedSource` around this one instead."""

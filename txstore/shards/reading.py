@@ -21,7 +21,7 @@ from txstore.manifest import Decision
 from txstore.store import Store
 
 WINDOW_BYTES = 8 * BLOCK_BYTES
-"""Largest single read; times the number of workers it bounds the scratch memory."""
+"""Largest read through scratch memory; times the number of workers it bounds that memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class BlockReader:
             IntegrityError: A block differs from what was committed, or an object is missing.
             CheckpointRetired: It was removed by retention meanwhile.
         """
-        jobs = plan_reads(wanted, [file.size for file in self._files])
+        jobs = plan_reads(wanted, [file.size for file in self._files], self._store.read_bytes)
         if len(jobs) < 2 or self._workers < 2:
             for job in jobs:
                 self._run(job)
@@ -144,8 +144,15 @@ def verify_blocks(file: FileRecord, start: int, data: memoryview) -> None:
             )
 
 
-def plan_reads(wanted: Sequence[Wanted], sizes: Sequence[int]) -> list[_Job]:
-    """Cut requests into reads of whole blocks; pure. `sizes` are the files' lengths."""
+def plan_reads(wanted: Sequence[Wanted], sizes: Sequence[int], read_bytes: int | None = None) -> list[_Job]:
+    """Cut requests into reads of whole blocks; pure.
+
+    Args:
+        wanted: What is asked for.
+        sizes: The files' lengths.
+        read_bytes: Longest read straight into the caller's memory, in whole blocks; default `WINDOW_BYTES`.
+    """
+    read_bytes = read_bytes or WINDOW_BYTES
     jobs: list[_Job] = []
     small: list[Wanted] = []
     for want in wanted:
@@ -154,8 +161,8 @@ def plan_reads(wanted: Sequence[Wanted], sizes: Sequence[int]) -> list[_Job]:
         if want.into is None or low >= high:
             small.append(want)
             continue
-        for start in range(low, high, WINDOW_BYTES):
-            stop = min(start + WINDOW_BYTES, high)
+        for start in range(low, high, read_bytes):
+            stop = min(start + read_bytes, high)
             jobs.append(_Job(want.file, start, stop, want.into[start - want.start : stop - want.start]))
         for start, stop in ((want.start, low), (high, want.stop)):
             if start < stop:

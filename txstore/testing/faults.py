@@ -49,6 +49,8 @@ class FaultyStore(Store):
         self.url = inner.url
         self.needs_probe = inner.needs_probe
         self.distant = inner.distant
+        self.streams = inner.streams
+        self.read_bytes = inner.read_bytes
         self.log: list[tuple[str, str]] = []
         self._inner = inner
         self._at = at
