@@ -106,6 +106,7 @@ class Reading:
                     raise request.garbled("with too few bytes")
                 self.done += count
             if raw.read():  # nothing, and the connection is free again
+                self.done = first - self._start  # what this answer brought is not believed
                 raise request.garbled("with too many bytes")
         except (OSError, HTTPError) as error:
             if isinstance(error, TxStoreError):

@@ -183,7 +183,7 @@ def test_a_server_that_takes_no_bytes_is_given_up():
         deaf.listen(8)
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/acct"
         options = {"account_key": "AAAA", "connect_timeout_s": 0.3, "part_bytes": 32 << 20}
-        with open_store("az://box/x", account_url=url, **options) as store, pytest.raises(OutcomeUnknownError):
+        with open_store("az://box/x", account_url=url, **options) as store, pytest.raises(TransientError):
             store.put("k", BytesSource(bytes(32 << 20)))
 
 
