@@ -144,7 +144,7 @@ LOCAL: dict[str, Local] = {
         test_async.test_cached_plans,
     ),
     "what was sent is not looked at again": Local(
-        Bug(store.ChecksummedSource, "_look_again", "if data is not None:", "if False:"),
+        Bug(store.ChecksummedSource, "_look_again", "self._check(start, data)", "pass"),
         lambda root, _: test_refusals.test_state_that_changes_between_checksum_and_write(1.0, root),
     ),
     "a state that changes is not noticed": Local(

@@ -147,7 +147,7 @@ def sweep_without_abort(monkeypatch):
 
 def newest_by_name(monkeypatch):
     """step-9 is taken for newer than step-10."""
-    monkeypatch.setattr(catalog, "_by_step", lambda checkpoint: (0, checkpoint))
+    monkeypatch.setattr(catalog, "by_step", lambda checkpoint: (0, checkpoint))
 
 
 def retired_without_tombstone(monkeypatch):
