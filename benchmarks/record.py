@@ -183,6 +183,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder on the disk to be measured")
     parser.add_argument("--tmpfs", default="/dev/shm")
     parser.add_argument("--out", type=Path, help="where the JSON goes; default benchmarks/results/")
+    parser.add_argument(
+        "--go-on", action="store_true", help="keep the cases that the result file has, measure the others"
+    )
     parser.add_argument("--from", dest="source", type=Path, help="measure nothing: show this result file")
     parser.add_argument("--docs", action="store_true", help="put tables and plot into docs/performance.md")
     options = parser.parse_args(arguments)
@@ -202,7 +205,12 @@ def main(arguments: Sequence[str]) -> None:
         "seconds": 0,
         "records": [],
     }
-    began = time.monotonic()
+    path = report.path_of(results["mode"], options.out)
+    if options.go_on and path.is_file():
+        results = json.loads(path.read_text())
+        done = {(record["backend"], record["case"]) for record in results["records"]}
+        chosen = [case for case in chosen if (case.backend, case.title) not in done]
+    began = time.monotonic() - results["seconds"]
     with ExitStack() as stack:
         run = Run(stack, disk=options.disk, tmpfs=options.tmpfs)
         for case in chosen:
@@ -211,7 +219,7 @@ def main(arguments: Sequence[str]) -> None:
             # After each case: what an hour has measured is not lost with the last server.
             results["machine"] = machine.describe(options.disk, options.tmpfs)
             results["seconds"] = round(time.monotonic() - began)
-            path = report.write(results, options.out)
+            report.write(results, path)
     report.show(results)
     _publish(results, path, docs=options.docs)
 

@@ -212,12 +212,15 @@ def _markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(results: dict[str, Any], out: Path | None) -> Path:
-    """The JSON; one file a mode, so that the repository holds the newest of each."""
-    path = out or RESULTS / f"{results['mode']}.json"
+def path_of(mode: str, out: Path | None) -> Path:
+    """Where a run's JSON goes; one file a mode, so that the repository holds the newest of each."""
+    return out or RESULTS / f"{mode}.json"
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    """The JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
-    return path
 
 
 def plot(path: Path, python: Path) -> None:
