@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.train.trainings import resume, save
 from txstore.errors import ConfigError, StateMismatch, UnsupportedValue
+from txstore.train.checkpointer import Checkpointer
 from txstore.train.cursor import ElasticBatchSampler
 from txstore.train.progress import TrainProgress
 from txstore.train.rng import capture_streams, restore_streams
@@ -366,3 +367,35 @@ def test_a_shared_cursor_of_ones_own_survives_a_change_of_ranks() -> None:
     mine.at = 0
     TrainState(nn.Linear(1, 1), data=shared(mine)).apply(saved, 0, 1, on_world_size_change="reseed")
     assert mine.at == 3
+
+
+@pytest.mark.parametrize("stop", [2, 6, 9])
+@pytest.mark.parametrize("rng", ["found", "named"])
+def test_the_generator_of_a_loader_comes_back(stop: int, rng: str, store_url: str) -> None:
+    """The order of the epochs after the one in which the run resumed, too."""
+
+    def begin() -> tuple[TrainState, Iterator[list[int]]]:
+        generator = torch.Generator().manual_seed(3)
+        loader = StatefulDataLoader(list(range(24)), batch_size=4, shuffle=True, generator=generator)
+        named = {"mine": generator} if rng == "named" else None
+        state = TrainState(nn.Linear(1, 1), data=loader, generators=named)
+
+        def batches() -> Iterator[list[int]]:
+            while True:
+                for batch in loader:
+                    state.progress.global_step += 1
+                    yield batch.tolist()
+
+        return state, batches()
+
+    _, truth = begin()
+    expected = [next(truth) for _ in range(20)]
+    state, batches = begin()
+    with Checkpointer(store_url, state) as saves:
+        found = [next(batches) for _ in range(stop)]
+        saves.save()
+    state, batches = begin()
+    with Checkpointer(store_url, state) as saves:
+        saves.resume()
+        found += [next(batches) for _ in range(20 - stop)]
+    assert found == expected

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,20 @@ Streams = dict[str, Any]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+\Z")
 _WORDS = 625  # Python's Mersenne twister: 624 words and the position
+
+
+def with_loaders(generators: Mapping[str, Generator] | None, loaders: Iterable[object]) -> dict[str, Generator]:
+    """The caller's generators, and those that data loaders draw from: no loader's state dict holds its generator.
+
+    Without it the epoch in which a run resumed would be right, and the order of the next one another (a torch
+    ``DataLoader(shuffle=True, generator=g)`` draws from it at the begin of each epoch).
+    """
+    found = dict(generators or {})
+    for number, loader in enumerate(loaders):
+        generator = getattr(loader, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not known for known in found.values()):
+            found[f"data-{number}"] = generator
+    return found
 
 
 def capture_streams(generators: Mapping[str, Generator] | None = None) -> Streams:

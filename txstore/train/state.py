@@ -38,7 +38,7 @@ from txstore.train.progress import ProgressPiece, TrainProgress
 from txstore.train.proof import Check
 from txstore.train.proof_piece import Facts, ProofPiece
 from txstore.train.python_blobs import SHARED, blob, digest_of, pack, saved_keys, unpack
-from txstore.train.rng import Generator, RandomStreams, capture_streams
+from txstore.train.rng import Generator, RandomStreams, capture_streams, with_loaders
 from txstore.train.scaler import ScalerPiece
 from txstore.train.stateful import SchedulerPiece, StatefulPiece, scoped
 
@@ -58,7 +58,7 @@ class TrainState:
         extras: Objects with state dicts by name (EMA, callbacks). Equal on all ranks, unless marked `per_rank`.
         progress: The loop's counters; a new one if none is given, to be moved as `progress`.
         rng: Whether to save the random streams.
-        generators: Generators of your own by name (numpy, torch, `random.Random`).
+        generators: Generators of your own by name (numpy, torch, `random.Random`). Those of loaders are found.
 
     Attributes:
         pieces: Every piece of state by name, in the order of a restore.
@@ -94,11 +94,12 @@ class TrainState:
             "progress": ProgressPiece(self.progress),
             "data": CursorPiece(data),
         }
+        sources = {name: one.item for name, one in scoped(data, "data", is_shared=False).items()}
+        generators = with_loaders(generators, sources.values())
         # The streams come last: what is restored before them may draw from them.
         if rng:
-            self.pieces["rng"] = RandomStreams(generators or {})
+            self.pieces["rng"] = RandomStreams(generators)
         self.history = History()
-        sources = {name: one.item for name, one in scoped(data, "data", is_shared=False).items()}
         facts = Facts(
             self._models,
             self.progress,
