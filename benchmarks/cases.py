@@ -92,13 +92,11 @@ def _of(backend: Backend, *, quick: bool) -> list[Case]:
         backend, "large", 1024 if posix else 256, 1, 1, partial=False, rounds=5 if posix else 3, contenders=alone
     )
     compared = tuple(name for name in alone if name not in {UNVERIFIED, TORCH_CHECKPOINTING, RAW[0]})
-    # s3fs is far behind s3torchconnector, and takes a mix minutes.
-    compared, several = (
-        tuple(name for name in names if backend != "s3" or name != FSSPEC) for names in (compared, several)
-    )
+    # s3fs is far behind s3torchconnector. And fsspec's pairs take one round of a mix up to two minutes: once is enough.
+    compared = tuple(name for name in compared if backend != "s3" or name != FSSPEC)
+    several = tuple(name for name in several if name != FSSPEC)
     mix = replace(whole, kind="llama", mib=256, partial=True, rounds=3 if posix else 2, contenders=compared)
-    # fsspec takes most of a minute for each.
-    small = replace(mix, mib=128, partial=False, rounds=1 if backend in {"gcs", "azure"} else 2, contenders=several)
+    small = replace(mix, mib=128, partial=False, rounds=2, contenders=several)
     return [
         whole,
         mix,
