@@ -119,7 +119,8 @@ class RangeReader:
     def _learn_total(self, response: requests.Response) -> None:
         if response.status_code == 416:
             self._total = self._position  # nothing lies here or beyond
-            _ = response.content  # a connection with an unread answer is not used again
+            # Left unread, so that the connection is not used again: fake-gcs-server ends it after this answer, and
+            # the next request would be reset.
             return
         length = response.headers.get("Content-Length", "")
         if response.status_code == 200:

