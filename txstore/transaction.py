@@ -22,6 +22,7 @@ from txstore.errors import (
     IntegrityError,
     NotFoundError,
     PlanMismatch,
+    StoreError,
     TransactionStateError,
 )
 from txstore.index import Index, ObjectRecord, encode_index, parse_index
@@ -243,7 +244,12 @@ class Transaction:
             if self._given_up:
                 raise TransactionStateError("this transaction was given up", key=self.ticket.txn)
             self._sent = True
-        decision = self.decision = claim(self._store, build, self._must_stop, self._damaged)
+        try:
+            decision = self.decision = claim(self._store, build, self._must_stop, self._damaged)
+        except (StoreError, Aborted, Conflict):
+            with self._lock:
+                self._sent = False  # refused, with an answer: it does not stand, and is not sent again
+            raise
         _point_at(self._store, decision)
         return decision
 
@@ -298,7 +304,8 @@ class Transaction:
         """Send no decision from now on, from any thread and without a request to the store.
 
         Returns:
-            Whether none was sent: then this transaction has not committed and never will. Else ask `abort`.
+            Whether none was sent, or what was sent was refused: then this transaction has not committed and never
+            will. Else ask `abort`.
         """
         with self._lock:
             self._open, self._given_up = False, True

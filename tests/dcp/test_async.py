@@ -128,6 +128,43 @@ def test_an_error_reaches_the_future(root: str) -> None:
     ]
 
 
+def after_a_failed_decision(root: str, fault: Fault) -> tuple[FaultyStore, StorageWriter]:
+    """A writer that saved step-0, and whose save of step-1 failed at its decision."""
+    store = FaultyStore(root, fault)
+    writer = StorageWriter(store)
+    save_async(full_state(0), "step-0", writer, no_dist=True).result(WAIT_S)
+    failures(save_async(full_state(1), "step-1", writer, no_dist=True))
+    return store, writer
+
+
+def test_a_save_that_was_refused_and_cannot_be_aborted_does_not_stop_the_next(root: str) -> None:
+    """A directory that takes no more names: step-1 gets no commit, and no abort either."""
+    store, writer = after_a_failed_decision(root, Fault(Raise("full"), "create", "commits/step-1", forever=True))
+    save_async(full_state(2), "step-2", writer, no_dist=True).result(WAIT_S)
+    assert newest(open_store(root)).checkpoint == "step-2"
+    store.faults = ()
+    save_async(full_state(3), "step-3", writer, no_dist=True).result(WAIT_S)
+    states = [(entry.decision.checkpoint, entry.state) for entry in entries(open_store(root))]
+    assert ("step-1", "aborted") in states  # as soon as that is possible: a sweep need not wait
+
+
+def test_a_store_that_stays_full_is_full_for_each_save(root: str) -> None:
+    _, writer = after_a_failed_decision(root, Fault(Raise("full"), "create", "commits/", at=1, forever=True))
+    for name in ("step-2", "step-3"):
+        error = failures(save_async(full_state(2), name, writer, no_dist=True))[0]
+        assert type(error) is StoreFullError
+        assert "step-1" not in str(error)
+
+
+def test_a_save_that_may_have_committed_stops_the_next_which_is_not_in_doubt_itself(root: str) -> None:
+    _, writer = after_a_failed_decision(root, Fault(Raise("lost"), "create", "commits/step-1", forever=True))
+    error = failures(save_async(full_state(2), "step-2", writer, no_dist=True))[0]
+    assert type(error) is SaveError
+    assert "step-2 was not begun" in str(error)
+    assert "whether step-1 was decided is not known" in str(error)
+    assert newest(open_store(root)).checkpoint == "step-0"
+
+
 def test_two_saves_at_once_through_one_writer(root: str) -> None:
     both = threading.Barrier(2, timeout=WAIT_S)
 

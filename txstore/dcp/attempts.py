@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
-from txstore.errors import TransactionStateError
+from txstore.errors import SaveError, TransactionStateError, TxStoreError
 from txstore.manifest import Decision
 from txstore.root import KnownStore
 from txstore.store import Store
 from txstore.transaction import Transaction, begin
+
+log = logging.getLogger(__name__)
 
 
 class Attempts:
@@ -30,11 +33,12 @@ class Attempts:
         """Begin an attempt on this thread, after those whose save ended without a decision are aborted.
 
         Raises:
+            SaveError: One of those may have been committed, and the store does not tell.
             StoreReplaced: The store is not the one that was seen.
             TransactionStateError: This writer was given up; the attempt is aborted.
             TxStoreError: As `transaction.begin`.
         """
-        self._abort_unfinished()
+        self._abort_unfinished(checkpoint)
         transaction = begin(self._store, checkpoint, world_size=world_size, overwrite=overwrite, known=self._known)
         with self._lock:
             given_up = self._given_up
@@ -51,15 +55,26 @@ class Attempts:
         with self._lock:
             self._begun = [(at, one) for at, one in self._begun if at is not here or one.decision is None]
 
-    def _abort_unfinished(self) -> None:
+    def _abort_unfinished(self, checkpoint: str) -> None:
         """Settle attempts whose save ended without a decision, so that they can never commit.
 
-        Only attempts whose thread is this one or has ended: another thread's save may be in progress.
+        Only attempts whose thread is this one or has ended: another thread's save may be in progress. What provably
+        never commits does not stop `checkpoint`: its abort record serves a sweep, and is tried again with the next save.
         """
         with self._lock:
             mine = [one for at, one in self._begun if at is threading.current_thread() or not at.is_alive()]
         for transaction in mine:
-            self._settle(transaction)
+            try:
+                self._settle(transaction)
+            except TxStoreError as error:
+                if transaction.give_up():
+                    log.debug("no abort record for %s: %s", transaction.ticket.checkpoint, error)
+                    return  # each one could take a request's whole deadline
+                raise SaveError(
+                    f"{checkpoint} was not begun, because of an earlier save: {error.message}",
+                    key=error.key,
+                    next_step=error.next_step,
+                ) from error
             self._forget(transaction)
 
     def _settle(self, transaction: Transaction) -> Decision:
