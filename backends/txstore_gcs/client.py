@@ -20,9 +20,10 @@ from requests.adapters import HTTPAdapter
 
 from txstore.errors import ConfigError
 from txstore.lean_http import SettledEnvironment
-from txstore.request_cap import THROTTLED, max_requests, request_slot
+from txstore.request_cap import max_requests, request_slot
 from txstore_gcs.config import GcsConfig
 from txstore_gcs.credentials import load
+from txstore_gcs.errors import throttles
 from txstore_gcs.upload import Body
 
 _MTLS_ENDPOINT = "https://storage.mtls.googleapis.com"
@@ -122,9 +123,9 @@ class Client:
                 stream=True,
                 allow_redirects=False,  # a redirected POST would become a GET
             )
-            if response.status_code in THROTTLED:
-                slot.throttled()
             try:
+                if throttles(response):
+                    slot.throttled()
                 yield response
             finally:
                 response.close()

@@ -26,6 +26,7 @@ from txstore.errors import (
     describe,
 )
 from txstore.redact import printable, redact_text
+from txstore.request_cap import THROTTLED
 
 TRANSPORT = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 """What a broken connection may raise, by the layer that noticed it."""
@@ -89,6 +90,13 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
             return 0.0
         wish = (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() - datetime.now(UTC).timestamp()
     return min(max(wish, 0.0), _LONGEST_RETRY_AFTER_S)
+
+
+def throttles(response: requests.Response) -> bool:
+    """Whether the service asks for fewer requests; reads the body of a 403, which may be that or a refusal."""
+    if response.status_code == 403:
+        return _details(response.content)[0] in _THROTTLED_REASONS
+    return response.status_code in THROTTLED
 
 
 def refused(status: int, headers: Mapping[str, str], body: bytes, key: str, *, may_apply: bool) -> TxStoreError:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.servers.fixtures import Place
+from tests.servers.fixtures import Place, empty_place
 from txstore import open_store
 from txstore.request_cap import requests_allowed
 from txstore.retry import RetryingStore, RetryPolicy
@@ -23,9 +24,20 @@ AT_ONCE = 4
 @pytest.mark.parametrize("status", [503, 429])
 def test_requests_in_flight_follow_what_the_store_takes(place: Place, status: int, set_max_requests) -> None:
     set_max_requests(THREADS)
+    follow_what_it_takes(place, Answer(status))
+
+
+@pytest.mark.parametrize("reason", ["rateLimitExceeded", "userRateLimitExceeded"])
+def test_cloud_storage_says_it_with_403_as_well(request, reason: str, set_max_requests) -> None:
+    set_max_requests(THREADS)
+    body = json.dumps({"error": {"code": 403, "message": "slow down", "errors": [{"reason": reason}]}}).encode()
+    follow_what_it_takes(empty_place(request, "gs"), Answer(403, body))
+
+
+def follow_what_it_takes(place: Place, refusal: Answer) -> None:
     policy = RetryPolicy(attempts=50, first_wait_s=0.005, longest_wait_s=0.02)
     with (
-        ThrottlingProxy(place.upstream, at_once=THREADS, hold_s=0.01, refusal=Answer(status)) as proxy,
+        ThrottlingProxy(place.upstream, at_once=THREADS, hold_s=0.01, refusal=refusal) as proxy,
         open_store(place.url, **place.options_by(proxy.url)) as inner,
         ThreadPoolExecutor(THREADS) as pool,
     ):
