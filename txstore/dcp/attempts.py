@@ -58,8 +58,8 @@ class Attempts:
     def _abort_unfinished(self, checkpoint: str) -> None:
         """Settle attempts whose save ended without a decision, so that they can never commit.
 
-        Only attempts whose thread is this one or has ended: another thread's save may be in progress. What provably
-        never commits does not stop `checkpoint`: its abort record serves a sweep, and is tried again with the next save.
+        Only attempts whose thread is this one or has ended: another thread's save may be in progress. An attempt that
+        provably never commits does not stop `checkpoint`: its abort record is for a sweep, and is tried again later.
         """
         with self._lock:
             mine = [one for at, one in self._begun if at is threading.current_thread() or not at.is_alive()]
