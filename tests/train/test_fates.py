@@ -14,6 +14,7 @@ from workers import Pool, Pools, Rank
 from tests.train.runs import Run
 from txstore.catalog import entries, newest
 from txstore.errors import CommitUnknown, DeadlineExceeded, TxStoreError
+from txstore.events import Committed, Event, Observer, SaveFailed
 from txstore.registry import open_store
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.policy import SavePolicy
@@ -76,11 +77,11 @@ def held() -> Iterator[list[Held]]:
             one.end.set()
 
 
-def stuck(store: Any) -> tuple[Checkpointer, Any, TxStoreError]:
+def stuck(store: Any, *observers: Observer) -> tuple[Checkpointer, Any, TxStoreError]:
     """A save that does not end in time; the checkpointer, its handle, and what is raised."""
     run = Run()
     run.step()
-    saves = Checkpointer(store, run.state, policy=SHORT)
+    saves = Checkpointer(store, run.state, policy=SHORT, observers=observers)
     handle = saves.save()
     with pytest.raises(TxStoreError) as raised:
         saves.wait()
@@ -96,13 +97,17 @@ def wake(saves: Checkpointer, hold: Held) -> None:
 
 def test_a_decision_that_an_abort_forestalled_is_none(store_url: str, held: list[Held]) -> None:
     held.append(hold := Held())
-    saves, handle, error = stuck(FaultyStore(store_url, Fault(hold, "create", "commits/")))
+    told: list[Event] = []
+    saves, handle, error = stuck(FaultyStore(store_url, Fault(hold, "create", "commits/")), told.append)
+    assert isinstance(failed := told[-1], SaveFailed)
+    assert (failed.checkpoint, failed.phase, failed.error_type) == ("step-1", "commit", "DeadlineExceeded")
     assert type(error) is DeadlineExceeded
     assert "in create of commits/step-1.0.json" in str(error)
     assert "step-1 is not committed and will not be" in str(error)
     assert handle.committed.exception(0) is error
     wake(saves, hold)
     assert decided(store_url) == ["step-1 aborted"]
+    assert told[-1] is failed, "told once, and not again by the thread that woke up"
 
 
 @pytest.mark.parametrize(("verb", "part", "after"), [("create", "commits/", True), ("put", "latest.json", False)])
@@ -110,7 +115,10 @@ def test_a_commit_that_stands_is_told_though_the_save_does_not_end(
     verb: str, part: str, after: bool, store_url: str, held: list[Held]
 ) -> None:
     held.append(hold := Held(after=after))
-    saves, handle, error = stuck(FaultyStore(store_url, Fault(hold, verb, part)))
+    told: list[Event] = []
+    saves, handle, error = stuck(FaultyStore(store_url, Fault(hold, verb, part)), told.append)
+    assert isinstance(committed := told[-1], Committed)
+    assert (committed.checkpoint, committed.slot) == ("step-1", 0)
     assert type(error) is DeadlineExceeded
     assert "step-1 is committed" in str(error)
     with open_store(store_url) as store:
@@ -119,6 +127,7 @@ def test_a_commit_that_stands_is_told_though_the_save_does_not_end(
         saves.save()
     wake(saves, hold)
     assert decided(store_url) == ["step-1 committed"]
+    assert [event for event in told if isinstance(event, Committed)] == [committed]
 
 
 @pytest.mark.parametrize("lands", [True, False])

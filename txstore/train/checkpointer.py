@@ -130,7 +130,7 @@ class Checkpointer:
         self._ledger = Ledger(self.policy, self._front, self._writer)
         self._teller = Teller(observers, self._front.rank, self._front.world_size)
         read_back = self._read_back if self.policy.verify else None
-        self._saves = BackgroundSaves(self._writer, self._back, self._teller.ended, read_back)
+        self._saves = BackgroundSaves(self._writer, self._back, read_back)
         self._buffers = [SnapshotBuffers() for _ in range(self.policy.max_in_flight)]
         self._proof_policy = proof or ProofPolicy()
         self._proof: ProofWatch | None = None
@@ -179,6 +179,7 @@ class Checkpointer:
             snapshot=snapshot,
             description=replace(self.description, progress=captured.progress),
             overwrite=self._overwrite or self._lineage.overwrites(handle.checkpoint, captured.progress),
+            tell=self._teller.ended,
             requested_s=requested_s,
             waited_s=waited_s,
             staged_s=time.monotonic(),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from txstore.dcp.snapshot import Snapshot
@@ -12,6 +13,8 @@ from txstore.dcp.writer import Phase
 from txstore.errors import SaveError, TxStoreError
 from txstore.events import SavePhase
 from txstore.manifest import Decision, Description
+
+Told = Callable[["Request", Decision | None, TxStoreError | None], None]
 
 
 class SaveHandle:
@@ -49,6 +52,7 @@ class Request:
     """A staged save on its way to the store. Times are of the monotonic clock, in seconds.
 
     Attributes:
+        tell: Tells the observers how it ended, once, on the thread that settles it and before its future is done.
         given_up: The training thread does not wait any longer: it will settle the handle, with what all ranks know.
     """
 
@@ -56,6 +60,7 @@ class Request:
     snapshot: Snapshot
     description: Description
     overwrite: bool
+    tell: Told
     requested_s: float
     waited_s: float
     staged_s: float
@@ -67,6 +72,7 @@ class Request:
     ended: threading.Event = field(default_factory=threading.Event)
     error: TxStoreError | None = None
     given_up: bool = False
+    _settled: threading.Lock = field(default_factory=threading.Lock)
 
     def reach(self, phase: Phase, nbytes: int) -> None:
         """Note that a phase has begun on this rank."""
@@ -75,15 +81,16 @@ class Request:
             self.written_bytes = nbytes
 
     def settle(self, decision: Decision | None, error: TxStoreError | None) -> None:
-        """Tell the handle how the save ended, unless it has been told: a save that was given up may end later."""
-        future = self.handle.committed
-        try:
-            if decision is not None:
-                future.set_result(decision)
-            else:
-                future.set_exception(error or SaveError("no commit was reported", key=self.handle.checkpoint))
-        except InvalidStateError:
-            pass
+        """Tell how the save ended, unless that has been told: a save that was given up may end later."""
+        if not self._settled.acquire(blocking=False):
+            return
+        if decision is None and error is None:
+            error = SaveError("no commit was reported", key=self.handle.checkpoint)
+        self.tell(self, decision, error)
+        if decision is not None:
+            self.handle.committed.set_result(decision)
+        else:
+            self.handle.committed.set_exception(error)
 
     @property
     def phase(self) -> SavePhase:

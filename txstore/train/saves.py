@@ -21,7 +21,6 @@ from txstore.train.exchange import Exchange, typed
 from txstore.train.fate import give_up, with_fates
 from txstore.train.request import Request
 
-Ended = Callable[[Request, Decision | None], None]
 ReadBack = Callable[[Decision], object]
 
 
@@ -31,16 +30,12 @@ class BackgroundSaves:
     Args:
         writer: Writes them; nobody else uses it.
         exchange: The ranks' exchange on this thread; its group also carries DCP's collectives.
-        ended: Called on this thread after each save, before its futures are done.
         read_back: Verifies a commit, on the coordinator; None for no verification.
     """
 
-    def __init__(
-        self, writer: StorageWriter, exchange: Exchange, ended: Ended, read_back: ReadBack | None = None
-    ) -> None:
+    def __init__(self, writer: StorageWriter, exchange: Exchange, read_back: ReadBack | None = None) -> None:
         self._writer = writer
         self._exchange = exchange
-        self._ended = ended
         self._read_back = read_back
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -66,7 +61,6 @@ class BackgroundSaves:
             decision = self._save(request)
             request.snapshot.release()
             request.ended_s = time.monotonic()
-            self._ended(request, decision)
             if not request.given_up:
                 request.settle(decision, request.error)
             if decision is not None:

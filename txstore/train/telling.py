@@ -104,8 +104,8 @@ class Teller:
             )
         )
 
-    def ended(self, request: Request, decision: Decision | None) -> None:
-        """A save has ended, well or not; from the background thread."""
+    def ended(self, request: Request, decision: Decision | None, error: TxStoreError | None) -> None:
+        """A save has ended, well or not; from the background thread, or from training's if it was given up."""
         reached, ended_s = request.reached_s, request.ended_s or time.monotonic()
         if "written" in reached:
             self._tell(
@@ -117,7 +117,7 @@ class Teller:
                 )
             )
         if decision is None:
-            self.refused(request.handle, request.phase, request.error or TxStoreError("no commit was reported"))
+            self.refused(request.handle, request.phase, error or TxStoreError("no commit was reported"))
             return
         self._failed_in_a_row = 0
         self._tell(
@@ -125,7 +125,7 @@ class Teller:
                 **self._of(request.handle),
                 bytes=decision.totals.bytes if decision.totals else 0,
                 save_s=ended_s - request.requested_s - request.waited_s,
-                commit_s=ended_s - reached.get("commit", reached["written"]),
+                commit_s=ended_s - reached.get("commit", reached.get("written", ended_s)),
                 lag_s=ended_s - request.requested_s,
                 slot=decision.slot,
                 txn=decision.txn,
