@@ -37,6 +37,8 @@ def open_store(url: str | os.PathLike[str], **options: object) -> Store:
     Raises:
         ConfigError: Unknown scheme, malformed URL, wrong option, or an SDK that is not installed.
     """
+    if not isinstance(url, str | os.PathLike):
+        raise ConfigError(f"the store is a {type(url).__name__}", next_step="pass its URL, or a Store")
     text = os.fspath(url)
     if not text:
         raise ConfigError("the store URL is empty", next_step="give a URL such as file:///checkpoints/run-1")

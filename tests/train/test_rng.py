@@ -31,6 +31,7 @@ def own() -> dict[str, Any]:
         "mt": np.random.Generator(np.random.MT19937(3)),
         "torch": torch.Generator().manual_seed(4),
         "python": random.Random(5),
+        "legacy": np.random.RandomState(6),
     }
 
 
@@ -47,6 +48,7 @@ def draw(generators: dict[str, Any]) -> list[Any]:
         generators["mt"].random(dtype=np.float32),
         torch.rand(1, generator=generators["torch"]).item(),
         generators["python"].random(),
+        generators["legacy"].standard_normal(),
     ]
 
 
@@ -64,7 +66,9 @@ def test_every_stream_goes_on_where_it_was_saved() -> None:
     assert [draw(fresh) for _ in range(3)] == wanted
 
 
-@pytest.mark.parametrize("name", ["python", "numpy", "torch", "generator.pcg", "generator.torch", "generator.python"])
+@pytest.mark.parametrize(
+    "name", ["python", "numpy", "torch", "generator.pcg", "generator.torch", "generator.python", "generator.legacy"]
+)
 @pytest.mark.parametrize("damage", ["missing", "truncated", "wrong"])
 def test_a_stream_that_cannot_be_restored_is_refused_and_nothing_is_changed(name: str, damage: str) -> None:
     generators = own()
@@ -77,7 +81,7 @@ def test_a_stream_that_cannot_be_restored_is_refused_and_nothing_is_changed(name
         saved[name] = saved[name][:-1]
     elif isinstance(saved[name], tuple):
         saved[name] = (saved[name][0], saved[name][1][:-2], saved[name][2])
-    elif name == "numpy":
+    elif name in {"numpy", "generator.legacy"}:
         saved[name]["state"]["key"] = saved[name]["state"]["key"][:-1]
     else:
         del saved[name]["state"]["inc"]
@@ -144,7 +148,7 @@ def test_reseeding_depends_on_the_saved_streams_the_rank_and_the_world_and_on_no
 
 
 def test_a_wrong_generator_is_refused() -> None:
-    with pytest.raises(ConfigError, match="legacy"):
-        capture_streams({"legacy": np.random.RandomState(1)})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="MT19937"):
+        capture_streams({"bits": np.random.MT19937(1)})  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="name"):
         capture_streams({"a.b": np.random.default_rng(1)})

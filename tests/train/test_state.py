@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -436,6 +438,40 @@ def test_wrong_calls_are_refused() -> None:
         TrainState(nn.ModuleDict({"rank-0": module}))
     with pytest.raises(ConfigError, match="not a progress"):
         TrainState(module, progress=TrainProgress(global_step=-1)).capture()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": None}, "model is a NoneType"),
+        ({"model": [nn.Linear(1, 1)]}, r"modules by name: \{'actor': actor"),
+        ({"model": {1: nn.Linear(1, 1)}}, "not a model's name: 1"),
+        ({"optimizers": None}, "leave optimizers out if there is none"),
+        ({"optimizers": {"a": None}}, "a NoneType is no optimizer"),
+        ({"optimizers": "x"}, "a str is no optimizer"),
+        ({"extras": {1: Noted(1)}}, "not a name of the extra pieces: 1"),
+        ({"extras": {"g": torch.Generator()}}, "generators={'name': generator}"),
+        ({"generators": [random.Random()]}, "pass them by name"),
+        ({"generators": {"a": 5}}, "pass a numpy Generator or RandomState"),
+        ({"generators": {2: random.Random()}}, "not a generator's name: 2"),
+        ({"generators": {"a": random.SystemRandom()}}, "has no state"),
+        ({"generators": {"a": random.Random()}, "rng": False}, "rng=False saves none"),
+        ({"progress": {"global_step": 3}}, "progress is a dict"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else re.sub("[^a-z]+", "-", value.lower()),
+)
+def test_an_argument_of_another_kind_is_refused_at_once(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TrainState(**{"model": model(), **given})
+
+
+def test_optimizers_may_come_by_name_or_from_an_iterator() -> None:
+    for several in (lambda a, b: {"first": a, "second": b}, lambda a, b: iter([a, b])):
+        module = model()
+        first, *others = module.parameters()
+        one = TrainState(module, several(torch.optim.SGD([first], momentum=0.9), torch.optim.Adam(others)))
+        kinds = [layout.kind.rpartition(".")[2] for layout in one._optimizers.layouts()]
+        assert kinds == ["SGD", "Adam"]
 
 
 def test_state_of_each_rank_needs_as_many_ranks() -> None:

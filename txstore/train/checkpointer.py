@@ -106,6 +106,8 @@ class Checkpointer:
         own_groups: Groups | None = None,
         **options: object,
     ) -> None:
+        if not isinstance(state, TrainState):
+            raise ConfigError(f"the state is a {type(state).__name__}", next_step="pass a TrainState")
         self.state = state
         self.policy = policy or SavePolicy()
         self.description = description or Description()

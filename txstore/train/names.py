@@ -16,6 +16,10 @@ from txstore.errors import ConfigError
 _WRAPPED = "_checkpoint_wrapped_module"
 
 
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name != "" and "." not in name
+
+
 class Models:
     """One model, or several by name, and one name for every tensor of them.
 
@@ -27,13 +31,18 @@ class Models:
     """
 
     def __init__(self, model: nn.Module | Mapping[str, nn.Module]) -> None:
+        if not isinstance(model, nn.Module | Mapping):
+            raise ConfigError(
+                f"model is a {type(model).__name__}",
+                next_step="pass a module, or modules by name: {'actor': actor, ...}",
+            )
         self.modules: dict[str, nn.Module] = {"": model} if isinstance(model, nn.Module) else dict(model)
         if not self.modules:
             raise ConfigError("no model is given")
         for name, module in self.modules.items():
             if not isinstance(module, nn.Module):
                 raise ConfigError(f"model {name!r} is a {type(module).__name__}, not a module")
-            if "." in name or (not name and not isinstance(model, nn.Module)):
+            if isinstance(model, Mapping) and not _is_name(name):
                 raise ConfigError(f"not a model's name: {name!r}", next_step="use a name without dots")
             if any(re.match(r"rank-[0-9]+\Z", part) for part in [name, *dict(module.named_children())]):
                 raise ConfigError("a module is called like a rank, and so would its keys be", next_step="rename it")

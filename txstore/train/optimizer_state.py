@@ -7,7 +7,7 @@ and refuse a parameter that has no state. What was saved is what is restored, ab
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,27 @@ from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
 from txstore.train.python_state import flatten, lifted_tensors, unflatten
 
 
+def optimizers_in(given: object) -> list[torch.optim.Optimizer]:
+    """One optimizer, several, or several by name. The names are not kept: its state lies under the parameters' names.
+
+    Raises:
+        ConfigError: Something else.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        return [given]
+    if isinstance(given, Mapping):
+        given = given.values()
+    several = []
+    for one in given if isinstance(given, Iterable) else [given]:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ConfigError(
+                f"a {type(one).__name__} is no optimizer",
+                next_step="pass a torch.optim.Optimizer, or several; leave optimizers out if there is none",
+            )
+        several.append(one)
+    return several
+
+
 class OptimizerPiece:
     """The piece of state that holds all optimizers.
 
@@ -31,8 +52,8 @@ class OptimizerPiece:
         ConfigError: An optimizer keeps its state in its own way, or holds a parameter that no model has.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], models: Models) -> None:
-        self._optimizers = list(optimizers)
+    def __init__(self, optimizers: list[torch.optim.Optimizer], models: Models) -> None:
+        self._optimizers = optimizers
         self._models = models
         for optimizer in self._optimizers:
             if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:

@@ -20,7 +20,7 @@ from txstore.errors import ConfigError, StateMismatch, describe
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
 from txstore.train.python_state import flatten
 
-Generator = np.random.Generator | torch.Generator | random.Random
+Generator = np.random.Generator | np.random.RandomState | torch.Generator | random.Random
 Streams = dict[str, Any]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+\Z")
@@ -32,7 +32,15 @@ def with_loaders(generators: Mapping[str, Generator] | None, loaders: Iterable[o
 
     Without it the epoch in which a run resumed would be right, and the order of the next one another (a torch
     ``DataLoader(shuffle=True, generator=g)`` draws from it at the begin of each epoch).
+
+    Raises:
+        ConfigError: No mapping of generators by name.
     """
+    if generators is not None and not isinstance(generators, Mapping):
+        raise ConfigError(
+            f"generators is a {type(generators).__name__}",
+            next_step="pass them by name: generators={'noise': generator}",
+        )
     found = dict(generators or {})
     for number, loader in enumerate(loaders):
         generator = getattr(loader, "generator", None)
@@ -115,9 +123,7 @@ def _streams(generators: Mapping[str, Generator]) -> dict[str, _Stream]:
     numpy = np.random.mtrand._rand  # noqa: SLF001 - the global generator; numpy offers its methods only one by one
     streams = {
         "python": _python(random._inst),  # noqa: SLF001 - as above, for random
-        "numpy": _Stream(
-            lambda: numpy.get_state(legacy=False), numpy.set_state, lambda seed: numpy.seed(seed % (1 << 32))
-        ),
+        "numpy": _legacy_numpy(numpy),
         "torch": _torch(torch.default_generator),
     }
     streams |= _devices()
@@ -146,18 +152,26 @@ def _device(module: Any, at: int) -> _Stream:
     )
 
 
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and _NAME.match(name) is not None
+
+
 def _own(name: str, generator: Generator) -> _Stream:
-    if not _NAME.match(name):
+    if not _is_name(name):
         raise ConfigError(f"not a generator's name: {name!r}", next_step="use letters, digits, _ and -")
     if isinstance(generator, torch.Generator):
         return _torch(generator)
     if isinstance(generator, np.random.Generator):
         return _numpy(generator)
+    if isinstance(generator, np.random.RandomState):
+        return _legacy_numpy(generator)
+    if isinstance(generator, random.SystemRandom):
+        raise ConfigError(f"generator {name!r} is the system's and has no state", next_step="draw from another one")
     if isinstance(generator, random.Random):
         return _python(generator)
     raise ConfigError(
         f"generator {name!r} is a {type(generator).__name__}",
-        next_step="pass a numpy Generator, a torch.Generator or a random.Random",
+        next_step="pass a numpy Generator or RandomState, a torch.Generator or a random.Random",
     )
 
 
@@ -169,6 +183,12 @@ def _python(generator: random.Random) -> _Stream:
         generator.setstate(state)
 
     return _Stream(generator.getstate, set_state, generator.seed)
+
+
+def _legacy_numpy(generator: np.random.RandomState) -> _Stream:
+    return _Stream(
+        lambda: generator.get_state(legacy=False), generator.set_state, lambda seed: generator.seed(seed % (1 << 32))
+    )
 
 
 def _numpy(generator: np.random.Generator) -> _Stream:

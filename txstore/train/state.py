@@ -16,7 +16,7 @@ Everything is one flat DCP state dict of tensors (ADR 0006)::
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from txstore.compat.key_tables import TensorFact
-from txstore.errors import StateMismatch, UnsupportedValue
+from txstore.errors import ConfigError, StateMismatch, UnsupportedValue
 from txstore.train.captured import Applied, Captured, Compared
 from txstore.train.cursor import CursorPiece
 from txstore.train.gradients import GradientsPiece
 from txstore.train.history import History
 from txstore.train.model_state import ModelPiece, fits
 from txstore.train.names import Models
-from txstore.train.optimizer_state import OptimizerPiece, saved_layouts
+from txstore.train.optimizer_state import OptimizerPiece, optimizers_in, saved_layouts
 from txstore.train.piece import Loaded, OnWorldSizeChange, Piece, PieceState, Place, SavedKeys
 from txstore.train.progress import ProgressPiece, TrainProgress
 from txstore.train.proof import Check
@@ -58,7 +58,7 @@ class TrainState:
         extras: Objects with state dicts by name (EMA, callbacks). Equal on all ranks, unless marked `per_rank`.
         progress: The loop's counters; a new one if none is given, to be moved as `progress`.
         rng: Whether to save the random streams.
-        generators: Generators of your own by name (numpy, torch, `random.Random`). Those of loaders are found.
+        generators: Generators of your own by name (numpy, torch, `random.Random`); those of loaders are found.
 
     Attributes:
         pieces: Every piece of state by name, in the order of a restore.
@@ -68,7 +68,7 @@ class TrainState:
     def __init__(
         self,
         model: nn.Module | Mapping[str, nn.Module],
-        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer] = (),
         *,
         schedulers: Any = None,
         scaler: Any = None,
@@ -78,9 +78,13 @@ class TrainState:
         rng: bool = True,
         generators: Mapping[str, Generator] | None = None,
     ) -> None:
+        if progress is not None and not isinstance(progress, TrainProgress):
+            raise ConfigError(
+                f"progress is a {type(progress).__name__}", next_step="pass a TrainProgress, or move state.progress"
+            )
         self.progress = progress or TrainProgress()
         self._models = Models(model)
-        several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+        several = optimizers_in(optimizers)
         self._model = ModelPiece(self._models)
         self._optimizers = OptimizerPiece(several, self._models)
         self._extras = StatefulPiece("extra", scoped(extras, "extra", is_shared=True), verify=False, piece="extras")
@@ -95,6 +99,8 @@ class TrainState:
             "data": CursorPiece(data),
         }
         sources = {name: one.item for name, one in scoped(data, "data", is_shared=False).items()}
+        if generators and not rng:
+            raise ConfigError("generators are given, and rng=False saves none", next_step="leave one of the two out")
         generators = with_loaders(generators, sources.values())
         # The streams come last: what is restored before them may draw from them.
         if rng:

@@ -13,11 +13,16 @@ from txstore.train.built import class_of, compare_built, compare_facts, function
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
 from txstore.train.proof import Check
 from txstore.train.python_state import flatten
+from txstore.train.rng import Generator
 from txstore.train.sample import sample
 
-_NEXT_STEP = {
-    "data": "use torchdata's StatefulDataLoader, or give a plain DataLoader an ElasticBatchSampler and pass that"
-}
+
+def _next_step(label: str, item: object) -> str:
+    if isinstance(item, Generator):
+        return "pass it as generators={'name': generator}"
+    if label == "data":
+        return "use torchdata's StatefulDataLoader, or give a plain DataLoader an ElasticBatchSampler and pass that"
+    return "wrap it in a class that has both"
 
 
 @runtime_checkable
@@ -65,11 +70,13 @@ def scoped(items: Any, label: str, *, is_shared: bool) -> dict[str, Scoped]:
         named = {"0": items}
     found = {}
     for name, item in named.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"not a name of the {label} pieces: {name!r}", next_step="use a text")
         one = item if isinstance(item, Scoped) else Scoped(item, is_shared=is_shared)
         if not isinstance(one.item, Stateful):
             raise ConfigError(
                 f"{label} {name!r} is a {type(one.item).__name__} without state_dict and load_state_dict",
-                next_step=_NEXT_STEP.get(label, "wrap it in a class that has both"),
+                next_step=_next_step(label, one.item),
             )
         found[name] = one
     return found
