@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from txstore.compat.key_tables import TensorFact
 from txstore.errors import ConfigError, StateMismatch, UnsupportedValue
+from txstore.train.attributes import PlainAttributes
 from txstore.train.captured import Applied, Captured, Compared
 from txstore.train.cursor import CursorPiece
 from txstore.train.gradients import GradientsPiece
@@ -105,6 +106,7 @@ class TrainState:
         # The streams come last: what is restored before them may draw from them.
         if rng:
             self.pieces["rng"] = RandomStreams(generators)
+        self._attributes = PlainAttributes(self._models)
         self.history = History()
         facts = Facts(
             self._models,
@@ -139,6 +141,7 @@ class TrainState:
             UnsupportedValue: Something could not be restored exactly; names its path.
         """
         place = Place(rank, world_size)
+        self._attributes.tell()
         progress = self.progress.recorded()
         states = self._states(place)
         state: dict[str, Any] = {}

@@ -1,0 +1,94 @@
+"""An attribute that training moves and no state dict holds is told, once; what the next step cannot depend on is not."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from txstore.train.state import TrainState
+
+
+class Plain(nn.Module):
+    """Keeps things beside its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.calls = 0
+        self.scale = 1.0
+        self.hidden: torch.Tensor | None = None
+        self.seen: torch.Tensor | None = None
+        self.where = "here"
+        self._private = 0
+        self.register_buffer("kept", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "txstore.train.attributes"]
+
+
+def count(module: Any) -> None:
+    module.calls += 1
+
+
+def carry(module: Any) -> None:
+    module.hidden = torch.ones(2)
+
+
+def begin(module: Any) -> None:
+    module.later = 3.0
+
+
+@pytest.mark.parametrize(("change", "name"), [(count, "calls"), (carry, "hidden"), (begin, "later")])
+def test_what_moved_is_told_once(change: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(Plain())
+    state = TrainState({"actor": module})
+    with caplog.at_level(logging.WARNING):
+        state.capture()
+        assert told(caplog) == []
+        change(module[0])
+        state.capture()
+        change(module[0])
+        state.capture()
+    (message,) = told(caplog)
+    assert f"training changes actor.0.{name}. " in message
+    assert "get_extra_state" in message
+
+
+def test_a_tensor_that_is_written_to_has_moved(caplog: pytest.LogCaptureFixture) -> None:
+    module = Plain()
+    module.hidden = torch.zeros(2)
+    state = TrainState(module)
+    module.hidden += 1
+    state.capture()
+    assert "training changes hidden" in told(caplog)[0]
+
+
+def test_many_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    modules = nn.ModuleList(Plain() for _ in range(20))
+    state = TrainState(modules)
+    for module in modules:
+        count(module)
+    state.capture()
+    assert "7.calls and 12 more" in told(caplog)[0]
+
+
+def test_what_is_saved_or_of_one_step_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    module = Plain()
+    state = TrainState(module)
+    module.kept += 1
+    module.seen = module(torch.ones(2)) * 2  # of this step's graph: the next step cannot go on with it
+    module._private = 5
+    module.eval()
+    module.train()
+    module.inner.in_features = 2
+    module.where = "he" + "re"
+    state.capture()
+    assert told(caplog) == []

@@ -1,0 +1,70 @@
+"""Plain attributes of modules, such as a counter that `forward` moves: no state dict holds them, and neither do we.
+
+Whether the next step depends on one nobody can tell: a cache is made again, a counter is not. So they are neither
+saved nor refused, but told.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from txstore.train.names import Models
+
+log = logging.getLogger(__name__)
+
+_NOT_OURS = ("torch.", "lightning.", "pytorch_lightning.")
+_MOST_TOLD = 8
+_ANY = object()
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+class PlainAttributes:
+    """What the attributes of all modules were when this was made.
+
+    Looked at are public attributes of the training's own classes: plain values, and tensors that belong to no graph.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._before = self._found()
+        self._told = False
+
+    def tell(self) -> None:
+        """Warn, once, of attributes that are not what they were."""
+        if self._told:
+            return
+        moved = [name for name, value in self._found().items() if self._before.get(name, self) != value]
+        if moved:
+            self._told = True
+            more = f" and {len(moved) - _MOST_TOLD} more" if len(moved) > _MOST_TOLD else ""
+            log.warning(
+                "not saved: training changes %s%s. If the next step depends on such an attribute, make it a buffer, or "
+                "give its module get_extra_state and set_extra_state; a resume starts with what the constructor sets",
+                ", ".join(moved[:_MOST_TOLD]),
+                more,
+            )
+
+    def _found(self) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for model, root in self._models.modules.items():
+            for path, module in root.named_modules():
+                if f"{type(module).__module__}.".startswith(_NOT_OURS):
+                    continue
+                prefix = ".".join(part for part in (model, path) if part)
+                for name, value in vars(module).items():
+                    if name != "training" and not name.startswith("_"):
+                        mark = _mark(value)
+                        if mark is not _ANY:
+                            found[f"{prefix}.{name}" if prefix else name] = mark
+        return found
+
+
+def _mark(value: object) -> object:
+    """What tells a value from another: itself, a tensor's identity and version, or `_ANY` if it is not looked at."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        return _ANY if value.grad_fn is not None else (id(value), value._version)  # noqa: SLF001 - counts writes
+    return _ANY
