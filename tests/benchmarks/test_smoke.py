@@ -86,3 +86,19 @@ client.main()
     started, loaded = (json.loads(line)["ranks"][0] for line in done.stdout.splitlines())
     assert started["bytes"] == 4 << 20
     assert "loaded values differ" in loaded["error"]
+
+
+def test_stall(tmp_path: Path) -> None:
+    done = run("stall", "--mib", "2", "--tensor-mib", "1", "--rounds", "2", "--folder", str(tmp_path), "--json")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)["results"]
+    assert {"txstore", "limit: warm copy_"} < set(result["median_s"]) == set(result["first_s"])
+    assert all(seconds > 0 for seconds in result["median_s"].values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_name_lists_the_benchmarks() -> None:
+    done = run("no-such")
+    assert done.returncode == 2
+    assert "stall" in done.stdout
+    assert "scale" in done.stdout
