@@ -107,6 +107,8 @@ class RangeReader:
         # Compared here, since a replaced object would otherwise be read half old, half new; and some servers ignore
         # a condition in a GET. A server that names no version cannot be gone on with.
         version = response.headers.get("x-goog-generation", "") or response.headers.get("ETag", "")
+        if not version and response.status_code != 416:  # every object has one: this is not an answer about an object
+            raise unclear("the answer names no version of the object", self._key, "cut reply", may_apply=False)
         if self._position > self._start and (not version or version != self._version):
             raise self._replaced()
         self._version = version

@@ -56,7 +56,8 @@ class _Reader:
 
     def _fill(self, answer: Answer, first: int, size: int | None, *, ranged: bool) -> None:
         told = answer.headers.get("Content-Length", "")
-        if not told.isdigit():
+        etag = answer.headers.get("ETag")
+        if not told.isdigit() or not etag:  # every object has one: this is not an answer about an object
             raise TransientError("the reply was cut off", key=self._call.key).because("cut reply")
         length = int(told)
         if ranged and answer.status != 200:
@@ -65,7 +66,7 @@ class _Reader:
                 raise TransientError("the store answered with another range", key=self._call.key).because("wrong range")
         elif ranged and first:
             raise StoreError("the store ignores ranges", key=self._call.key, next_step="see docs/compatibility.md")
-        self._etag = answer.headers.get("ETag") or None
+        self._etag = etag
         if self.buffer is None:
             self.buffer = memoryview(bytearray(length if size is None else min(length, size)))
         room = self.buffer.nbytes - self.done

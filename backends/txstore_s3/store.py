@@ -234,7 +234,7 @@ class S3Store(Store):
 
         def fetch() -> dict[str, Any]:
             with self._clients.request(Call(operation, prefix)) as client:
-                return getattr(client, method)(**names, **more)  # type: ignore[no-any-return]
+                return _whole(getattr(client, method)(**names, **more), prefix)
 
         page = fetch()
         self._bucket_seen = True
@@ -252,7 +252,7 @@ class S3Store(Store):
         try:
             while True:
                 with self._clients.request(Call("ListParts", key)) as client:
-                    page = client.list_parts(**names, PartNumberMarker=after)
+                    page = _whole(client.list_parts(**names, PartNumberMarker=after), key)
                 size += sum(int(part["Size"]) for part in page.get("Parts", ()))
                 if not page.get("IsTruncated"):
                     return size
@@ -294,6 +294,14 @@ def _possible(prefix: str) -> bool:
     except FormatError:
         return False
     return True
+
+
+def _whole(page: dict[str, Any], key: str) -> dict[str, Any]:
+    # botocore makes a page without entries of an empty body, as after a cut behind the status line. A resume would
+    # take that for "no checkpoint yet" and begin anew.
+    if "IsTruncated" not in page:
+        raise _cut_off(key, TransientError)
+    return page
 
 
 def _next_page(page: dict[str, Any]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from txstore.train.rng import capture_streams, restore_streams
 from txstore.train.state import TrainState
 from txstore.train.stateful import shared
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:Neither dataset nor iter")
+pytestmark = pytest.mark.filterwarnings("ignore:Neither dataset nor iter")
 
 
 @pytest.fixture(autouse=True)
