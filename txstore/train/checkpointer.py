@@ -16,7 +16,6 @@ from txstore.dcp.snapshot import Snapshot, SnapshotBuffers, estimate_bytes
 from txstore.dcp.writer import StorageWriter
 from txstore.errors import (
     ConfigError,
-    NotProved,
     PlanMismatch,
     SaveError,
     SnapshotTooLarge,
@@ -135,7 +134,6 @@ class Checkpointer:
         self._saves = BackgroundSaves(self._writer, self._back, read_back)
         self._buffers = [SnapshotBuffers() for _ in range(self.policy.max_in_flight)]
         self._proof_policy = proof or ProofPolicy()
-        self._proof: ProofWatch | None = None
         self._size_is_known = False
         self._closed = False
         exit_guard.guard(self)
@@ -265,7 +263,8 @@ class Checkpointer:
             self._writer.know(resume.decision)
         if not report.fresh:
             self.description = replace(self.description, accepted=tuple(report.accepted))
-            self._proof = ProofWatch(report, tuple(self.state.history), self._proof_policy, self.state.expected_batch)
+            window, policy = tuple(self.state.history), self._proof_policy
+            self.state.watch = ProofWatch(report, window, policy, self.state.expected_batch, self._teller.proved)
         return report
 
     def record(
@@ -305,20 +304,9 @@ class Checkpointer:
             raise ConfigError(f"not a record of step {progress.global_step}: {describe(error)}") from error
         self.state.history.add(record)
         self._teller.step(record)
-        if self._proof is not None:
-            self._watch(self._proof, record)
+        if self.state.watch is not None:
+            self.state.watch.see(record)
         return record
-
-    def _watch(self, proof: ProofWatch, record: StepRecord) -> None:
-        try:
-            proof.see(record)
-        except NotProved:
-            self._proof = None
-            self._teller.proved(proof.report)
-            raise
-        if proof.done:
-            self._proof = None
-            self._teller.proved(proof.report)
 
     def _read_back(self, decision: Decision) -> None:
         """On the background thread of the coordinator, after a commit."""

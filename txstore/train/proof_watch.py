@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from txstore.errors import NotProved
 from txstore.train.history import StepRecord
@@ -14,35 +14,40 @@ log = logging.getLogger(__name__)
 
 
 class ProofWatch:
-    """The proof of one resume.
+    """The proof of one resume. The restored state holds it, whichever checkpointer records the next steps.
 
     Args:
         report: Of the resume; gets the checks and the loss delta.
         window: The records before the save.
         policy: What counts as a jump.
         expected_batch: The id of the first batch, if it is known.
+        tell: Called with the report when the proof has ended, well or not.
     """
 
     def __init__(
-        self, report: ResumeReport, window: Sequence[StepRecord], policy: ProofPolicy, expected_batch: str | None
+        self,
+        report: ResumeReport,
+        window: Sequence[StepRecord],
+        policy: ProofPolicy,
+        expected_batch: str | None,
+        tell: Callable[[ResumeReport], object],
     ) -> None:
         self.report = report
+        self.done = False
+        self._tell = tell
         self._window = tuple(window)
         self._policy = policy
         self._expected = expected_batch
         self._seen = 0
 
-    @property
-    def done(self) -> bool:
-        """Whether all steps of the proof have been seen."""
-        return self._seen >= self._policy.steps
-
     def see(self, record: StepRecord) -> None:
-        """Compare one step.
+        """Compare one step, unless the proof has ended.
 
         Raises:
             NotProved: A check failed, and the policy is to raise.
         """
+        if self.done:
+            return
         first = self._seen == 0
         self._seen += 1
         checks = check_step(self._window, record, self._policy, expected_batch=self._expected, first=first)
@@ -50,6 +55,10 @@ class ProofWatch:
         if first:
             self.report.loss_delta = loss_delta(self._window, record)
         failed = [check for check in checks if check.ok is False]
+        raises = bool(failed) and self._policy.on_failure == "raise"
+        self.done = raises or self._seen >= self._policy.steps
+        if self.done:
+            self._tell(self.report)
         if not failed:
             return
         error = NotProved(
@@ -58,6 +67,6 @@ class ProofWatch:
             key=self.report.checkpoint,
             next_step="do not train on: compare with the log of the run before, or widen ProofPolicy if this is usual",
         )
-        if self._policy.on_failure == "raise":
+        if raises:
             raise error
         log.warning("%s", error)

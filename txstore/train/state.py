@@ -38,6 +38,7 @@ from txstore.train.piece import Loaded, OnWorldSizeChange, Piece, PieceState, Pl
 from txstore.train.progress import ProgressPiece, TrainProgress
 from txstore.train.proof import Check
 from txstore.train.proof_piece import Facts, ProofPiece
+from txstore.train.proof_watch import ProofWatch
 from txstore.train.python_blobs import SHARED, blob, digest_of, pack, saved_keys, unpack
 from txstore.train.rng import Generator, RandomStreams, capture_streams, with_loaders
 from txstore.train.scaler import ScalerPiece
@@ -64,6 +65,8 @@ class TrainState:
     Attributes:
         pieces: Every piece of state by name, in the order of a restore.
         progress: The counters that the training loop moves.
+        watch: The proof of the resume that this state came from. It is the state's, since several checkpointers may
+            save and restore one state in turn: the steps that follow a restore prove that restore and no other.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class TrainState:
         )
         self._proof = ProofPiece(facts, self.history)
         self.pieces["proof"] = self._proof
+        self.watch: ProofWatch | None = None
 
     def key_table(self) -> dict[str, TensorFact]:
         """Dtype and global shape of this rank's model tensors, to be judged before a load."""
@@ -285,6 +289,7 @@ class TrainState:
             StateMismatch: Lists all that does not fit, or names a piece that did not take its state.
         """
         pieces = self._judge(loaded, Place(rank, world_size), on_world_size_change, fresh, accept, is_complete=True)
+        self.watch = None  # from here on the state is no longer what an earlier resume made of it
         restored = {name: self.pieces[name].restore(given) for name, given in pieces.items()}
         saved_world_size = next(iter(pieces.values())).saved_world_size
         return Applied(self.progress.recorded(), restored, saved_world_size)
