@@ -13,7 +13,7 @@
     │   ├── TransientError                  had no effect; the retry layer repeats it
     │   └── OutcomeUnknownError             may have had effect; the retry layer settles it
     ├── TransactionError
-    │   ├── AlreadyCommitted                the checkpoint exists; overwrite=True takes the next slot
+    │   ├── AlreadyCommitted                the checkpoint exists, or is on its way; overwrite=True takes the next slot
     │   ├── Conflict                        another transaction committed this checkpoint first
     │   ├── Aborted                         an abort record names this transaction; begin a new one
     │   ├── CommitUnknown                   ask resolve(); nothing was deleted
@@ -159,7 +159,7 @@ class TransactionError(TxStoreError):
 
 
 class AlreadyCommitted(TransactionError):
-    """The checkpoint stood before this transaction began, and `overwrite` was not given."""
+    """The checkpoint stood before, or this run is saving it in another state; and `overwrite` was not given."""
 
 
 class Conflict(TransactionError):

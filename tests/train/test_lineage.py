@@ -205,11 +205,11 @@ def test_a_commit_since_the_resume_is_somebody_elses(first: tuple[int, ...], sto
 
 
 def test_a_step_that_was_saved_before_is_refused_and_says_why(store_url: str) -> None:
-    with Checkpointer(store_url, at(4).state) as saves:
+    saved(store_url, 4)
+    with Checkpointer(store_url, at(0).state) as saves:
+        saves.resume()
         saves.save()
-        saves.wait()
-        saves.save()
-        with pytest.raises(AlreadyCommitted, match="this step was saved before"):
+        with pytest.raises(AlreadyCommitted, match="this run saved or resumed this step before"):
             saves.wait()
 
 

@@ -38,6 +38,7 @@ from txstore.train.model_state import PARAMETERS
 from txstore.train.policy import SavePolicy
 from txstore.train.proof import ProofPolicy
 from txstore.train.proof_watch import ProofWatch
+from txstore.train.repeats import Repeats
 from txstore.train.report import ResumeReport
 from txstore.train.request import Request, SaveHandle
 from txstore.train.resume import Resume, ResumeOptions
@@ -129,6 +130,7 @@ class Checkpointer:
             )
         self._lineage = Lineage(self.store, self._front, self.policy.deadline_s)
         self._ledger = Ledger(self.policy, self._front, self._writer)
+        self._repeats = Repeats(self.store, state, self._front, self._ledger, self.policy.deadline_s)
         self._teller = Teller(observers, self._front.rank, self._front.world_size)
         read_back = self._read_back if self.policy.verify else None
         self._saves = BackgroundSaves(self._writer, self._back, read_back)
@@ -141,10 +143,14 @@ class Checkpointer:
     def save(self, step: int | None = None) -> SaveHandle:
         """Take a snapshot now and write it in the background; returns when the snapshot is safe on all ranks.
 
+        A save that would repeat the last one of this checkpointer, with every counter and every byte as it was, is
+        that one: its handle is returned, and nothing is written. `overwrite` asks for another one all the same.
+
         Args:
             step: The global step, if you want it checked: `state.progress.global_step` is what counts.
 
         Raises:
+            AlreadyCommitted: The last save is of this step, and the state has changed since. Nothing was copied.
             SaveBusy: The limit is reached, and the policy is to raise.
             NotResumed: The store holds checkpoints, and this run has not resumed. Nothing was copied.
             NotNewest: A newer checkpoint stands: the next resume would take that one. Nothing was copied.
@@ -159,6 +165,10 @@ class Checkpointer:
         requested_s = time.monotonic()
         at = self.state.progress.global_step
         handle = SaveHandle(f"step-{at}", at)
+        if step in {None, at} and not self._overwrite:
+            last = self._told(handle, "wait", lambda: self._repeats.find(handle.checkpoint))
+            if last is not None:
+                return last
         self._teller.requested(handle, self.policy.when_busy)
         skipped = self._told(handle, "wait", lambda: self._ledger.make_room(handle.checkpoint))
         if step not in {None, at}:
@@ -186,6 +196,7 @@ class Checkpointer:
         )
         self._teller.staged(request, capture_s)
         self._ledger.add(request)
+        self._repeats.keep(request, captured)
         self._saves.submit(request)
         return handle
 
@@ -206,6 +217,7 @@ class Checkpointer:
             captured = self.state.capture(self._front.rank, self._front.world_size)
             capture_s = time.monotonic() - started_s
             self._check_size(captured)
+            self._repeats.forget()  # its copy may lie in these buffers
             taken.append(self._buffers[0].stage(captured.state))
             return captured, taken[0], capture_s
 
@@ -245,6 +257,7 @@ class Checkpointer:
         """
         self._check_open()
         self._ledger.wait_for_all()
+        self._repeats.forget()
         options = options or ResumeOptions()
         resume = Resume(
             store=self.store,
@@ -259,6 +272,7 @@ class Checkpointer:
         passed_over = tuple(one.checkpoint for one in report.fell_back)
         origin = Origin(resume.decision, options.checkpoint is not None, passed_over)
         self._lineage.resumed(origin, self.state.progress.recorded())
+        self._ledger.goes_on_from(-1 if report.step is None else report.step)
         if resume.decision is not None:
             self._writer.know(resume.decision)
         if not report.fresh:
@@ -340,6 +354,15 @@ class Checkpointer:
         if self._saves.close(10.0 if self._ledger.all_ended else 0.0):
             self._back.close()
         self._front.close()
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint that this checkpointer saved or resumed; -1 if there is none.
+
+        A save that is on its way counts; one that failed does not, once the call that raises its error has said so.
+        The same on all ranks at the same place of the loop, so a condition of a collective call may ask it.
+        """
+        return self._ledger.standing_step
 
     def overlooked(self) -> str:
         """Wait for what is on its way, on this rank alone; what nobody has been told, or ""."""

@@ -46,6 +46,7 @@ class Ledger:
         self._writer = writer
         self._requests: list[Request] = []
         self._failed_in_a_row = 0
+        self._committed_step = -1
         self._stuck: TxStoreError | None = None
 
     @property
@@ -63,9 +64,32 @@ class Ledger:
         """The highest step of a save that is not accounted for; -1 if there is none."""
         return max((request.handle.step for request in self._requests), default=-1)
 
+    @property
+    def standing_step(self) -> int:
+        """The highest step of a save that is on its way or committed, as all ranks know it; -1 if there is none."""
+        return max(self.last_step, self._committed_step)
+
+    def goes_on_from(self, step: int) -> None:
+        """What was committed before a resume no longer counts: the step that was resumed does, -1 for none."""
+        self._committed_step = step
+
+    def holds(self, request: Request) -> bool:
+        """Whether a save is not accounted for, the same on all ranks."""
+        return any(one is request for one in self._requests)
+
     def add(self, request: Request) -> None:
         """Take note of a save that is on its way."""
         self._requests.append(request)
+
+    def meet(self, checkpoint: str) -> None:
+        """Agree on a save, and account for the earlier ones that have ended on all ranks. Nothing is waited for.
+
+        Raises:
+            PlanMismatch: The ranks save different checkpoints.
+            TxStoreError: An earlier save failed.
+        """
+        ended, _ = self._agree(checkpoint)
+        self._account_for(ended)
 
     def make_room(self, checkpoint: str) -> SkipReason | None:
         """Agree on the next save, account for earlier ones and apply the policy.
@@ -79,12 +103,7 @@ class Ledger:
             DeadlineExceeded: An earlier save is stuck.
             TxStoreError: An earlier save failed.
         """
-        bids = self._front.gather("save", self._bid(checkpoint))
-        for rank, bid in enumerate(bids):
-            if bid.checkpoint != bids[0].checkpoint:
-                raise PlanMismatch(f"rank {rank} saves {bid.checkpoint}, rank 0 {bids[0].checkpoint}", rank=rank)
-        ended = min(bid.ended for bid in bids)
-        late = any(bid.late for bid in bids) and ended < len(self._requests)
+        ended, late = self._agree(checkpoint)
         surplus = max(len(self._requests) - ended - self._policy.max_in_flight + 1, int(late))
         if surplus > 0 and self._policy.when_busy == "wait":
             self.wait_for(ended + surplus)
@@ -99,6 +118,15 @@ class Ledger:
                 next_step="save less often, or use when_busy='wait' or 'skip'",
             )
         return "commit_lag" if late else "in_flight"
+
+    def _agree(self, checkpoint: str) -> tuple[int, bool]:
+        """How many saves have ended on all ranks, and whether one that has not is late."""
+        bids = self._front.gather("save", self._bid(checkpoint))
+        for rank, bid in enumerate(bids):
+            if bid.checkpoint != bids[0].checkpoint:
+                raise PlanMismatch(f"rank {rank} saves {bid.checkpoint}, rank 0 {bids[0].checkpoint}", rank=rank)
+        ended = min(bid.ended for bid in bids)
+        return ended, any(bid.late for bid in bids) and ended < len(self._requests)
 
     def _bid(self, checkpoint: str) -> _Bid:
         ended = sum(request.ended.is_set() for request in self._requests)
@@ -156,6 +184,7 @@ class Ledger:
         for request in ended:
             if request.error is None:
                 self._failed_in_a_row = 0
+                self._committed_step = max(self._committed_step, request.handle.step)
                 decisions.append(request.handle.committed.result())
                 continue
             self._failed_in_a_row += 1

@@ -22,6 +22,11 @@ _RANK = re.compile(r"python\.rank-(0|[1-9][0-9]*)\Z")
 _DIGESTED_BYTES = 1 << 20
 
 
+def own_key(rank: int) -> str:
+    """The key of a rank's own Python state."""
+    return f"python.rank-{rank}"
+
+
 def pack(key: str, pieces: dict[str, Any], world_size: int) -> tuple[bytes, dict[str, torch.Tensor]]:
     """Python state of all pieces as bytes, and the tensors lifted out of it, by key."""
     data, lifted = flatten(pieces, key)

@@ -21,6 +21,12 @@ from txstore.train.exchange import Exchange, typed
 from txstore.train.fate import give_up, with_fates
 from txstore.train.request import Request
 
+UNMOVED = (
+    "if something was trained since, count it in state.progress.global_step, which has not moved; "
+    "if nothing was, leave this save out: `if saves.saved_step != state.progress.global_step: saves.save()`"
+)
+"""What to do about a save of a step that stands already."""
+
 ReadBack = Callable[[Decision], object]
 
 
@@ -110,7 +116,8 @@ class BackgroundSaves:
                 return self._alone(request, error, self._exchange.broken)
             request.error = agreed
             if isinstance(agreed, AlreadyCommitted):
-                agreed.next_step = "this step was saved before: by this run, or by another that shares its root"
+                agreed.message += ": this run saved or resumed this step before, or another run shares its root"
+                agreed.next_step = UNMOVED
             return None
 
     def _alone(self, request: Request, error: TxStoreError | None, broken: TxStoreError) -> Decision | None:

@@ -39,7 +39,7 @@ from txstore.train.progress import ProgressPiece, TrainProgress
 from txstore.train.proof import Check
 from txstore.train.proof_piece import Facts, ProofPiece
 from txstore.train.proof_watch import ProofWatch
-from txstore.train.python_blobs import SHARED, blob, digest_of, pack, saved_keys, unpack
+from txstore.train.python_blobs import SHARED, blob, digest_of, own_key, pack, saved_keys, unpack
 from txstore.train.rng import Generator, RandomStreams, capture_streams, with_loaders
 from txstore.train.scaler import ScalerPiece
 from txstore.train.stateful import SchedulerPiece, StatefulPiece, scoped
@@ -152,7 +152,7 @@ class TrainState:
         for name, piece in states.items():
             _add(state, piece.tensors, name)
         shared, lifted = pack(SHARED, {name: _shared(piece) for name, piece in states.items()}, world_size)
-        own, own_lifted = pack(f"python.rank-{rank}", {name: piece.own for name, piece in states.items()}, world_size)
+        own, own_lifted = pack(own_key(rank), {name: piece.own for name, piece in states.items()}, world_size)
         for key, tensor in own_lifted.items():
             if isinstance(tensor, DTensor):
                 raise UnsupportedValue(f"{key!r} is sharded and yet of one rank", key=key, next_step="mark it shared()")
@@ -161,7 +161,7 @@ class TrainState:
         _add(state, lifted if rank == 0 else everywhere, "python")
         if rank == 0:
             _add(state, {SHARED: blob(shared)}, "python")
-        _add(state, {f"python.rank-{rank}": blob(own), **own_lifted}, "python")
+        _add(state, {own_key(rank): blob(own), **own_lifted}, "python")
         digests = {name: digest_of(piece.shared) for name, piece in states.items()}
         for piece in states.values():
             digests |= {name: digest_of(value) for name, value in piece.replicated.items()}
@@ -174,7 +174,7 @@ class TrainState:
         """The part of `target` that holds the Python state: load it first, and `check` it, at little cost."""
         saved = saved_keys(metadata)
         live = self._live(saved, Place(rank, world_size))
-        own = f"python.rank-{rank if world_size == saved.world_size else 0}"
+        own = own_key(rank if world_size == saved.world_size else 0)
         target = {}
         for key, found in saved.tensors.items():
             if key in {SHARED, own} or key.startswith((f"{own}.", f"{SHARED}.")):
@@ -323,8 +323,7 @@ class TrainState:
     ) -> tuple[dict[str, Loaded], list[str]]:
         """What was loaded for each piece, and which pieces only one side has."""
         shared = unpack(SHARED, loaded)
-        own_key = f"python.rank-{place.rank if place.world_size == shared['world_size'] else 0}"
-        own = unpack(own_key, loaded)
+        own = unpack(own_key(place.rank if place.world_size == shared["world_size"] else 0), loaded)
         missing = [name for name in self.pieces if name not in shared["pieces"] and name not in fresh]
         surplus = [name for name in shared["pieces"] if name not in self.pieces and name not in fresh]
         problems = [f"{name!r} was not saved" for name in missing]
