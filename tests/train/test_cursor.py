@@ -157,7 +157,7 @@ def test_settings_that_change_what_a_cursor_means_are_told_by_name(
     with pytest.raises(StateMismatch, match=f"data 'train' {text}") as caught:
         resume(state(**options), store_url)
     assert str(caught.value).count(": saved ") == 1, "and nothing else is"
-    assert "fresh={'data'}" in str(caught.value)
+    assert "fresh={'data:train'}" in str(caught.value)
     resume(state(), store_url)
 
 

@@ -91,7 +91,7 @@ def compare_facts(
         what: The object, for people.
         saved: Facts in the checkpoint.
         now: Today's.
-        piece: Its piece of state, which may be left fresh.
+        piece: Its name among what may be left fresh.
         accept: The name under which a fact's difference may be accepted; "" if it cannot be.
     """
     found = []

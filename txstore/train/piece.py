@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -12,6 +12,29 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from txstore.compat.differences import Difference
 
 OnWorldSizeChange = Literal["error", "reseed"]
+
+FRESHABLE = frozenset({"optimizer", "scheduler", "scaler", "gradients", "extras", "data", "rng"})
+"""Pieces of state that a resume may leave as they are: without a model or a progress it would be no resume."""
+
+LABELS = {"scheduler": "scheduler", "scaler": "scaler", "extra": "extras", "data": "data", "rng": "rng"}
+"""What one object of a piece is called, as in ``extra:ema``, by the name of its piece: it may be left fresh alone."""
+
+
+def is_freshable(name: str) -> bool:
+    """Whether a resume may leave this as it is: a piece, or one object of a piece, such as ``extra:ema``."""
+    label, colon, one = name.partition(":")
+    return label in LABELS and bool(one) if colon else name in FRESHABLE
+
+
+def fresh_of(fresh: Collection[str], piece: str) -> frozenset[str]:
+    """The objects of a piece that are left fresh one by one."""
+    named = (name.partition(":") for name in fresh)
+    return frozenset(one for label, _, one in named if one and LABELS.get(label) == piece)
+
+
+def anew(name: str) -> str:
+    """The next step for state that only one side has."""
+    return f"if that is meant: fresh={{{name!r}}}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +102,8 @@ class Loaded:
         place: This rank.
         saved_world_size: How many ranks saved.
         on_world_size_change: The caller's choice for what is each rank's own.
+        fresh: Objects of the piece, by name, that are not restored, on purpose: today's stay as they are, and what
+            only the checkpoint has is left there.
     """
 
     shared: Any
@@ -88,6 +113,7 @@ class Loaded:
     place: Place
     saved_world_size: int
     on_world_size_change: OnWorldSizeChange
+    fresh: frozenset[str] = frozenset()
 
     @property
     def same_world(self) -> bool:

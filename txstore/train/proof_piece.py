@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from txstore.compat.differences import Difference
 from txstore.train.history import History
 from txstore.train.names import Models
-from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, fresh_of
 from txstore.train.progress import TrainProgress
 from txstore.train.proof import Check
 from txstore.train.python_state import flatten
@@ -199,7 +199,7 @@ class ProofPiece:
             found += _of_this_layout(_compare(own, self._facts.own()))
         else:
             found.append(Check("facts of this rank", ok=None, detail="another number of ranks saved"))
-        skipped = {fact for fact, piece in _FACTS_OF.items() if piece in fresh}
+        skipped = {fact for fact, piece in _FACTS_OF.items() if piece in fresh or fresh_of(fresh, piece)}
         return [
             Check(check.name, ok=None, detail="left fresh, or migrated") if check.name in skipped else check
             for check in found

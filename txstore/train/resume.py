@@ -46,7 +46,7 @@ from txstore.train.choice import choose, examine
 from txstore.train.deadline import within
 from txstore.train.exchange import Exchange
 from txstore.train.migrated import MigratedLoad
-from txstore.train.piece import OnWorldSizeChange
+from txstore.train.piece import FRESHABLE, LABELS, OnWorldSizeChange, is_freshable
 from txstore.train.proof import Check
 from txstore.train.report import PassedOver, ResumeReport
 from txstore.train.saves import cause_of
@@ -59,10 +59,6 @@ log = logging.getLogger(__name__)
 
 JUDGED = "model."
 """Keys whose presence, dtype and shape are judged by table; the other pieces compare their own."""
-
-
-FRESHABLE = frozenset({"optimizer", "scheduler", "scaler", "gradients", "extras", "data", "rng"})
-"""Pieces of state that a resume may leave as they are: without a model or a progress it would be no resume."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +74,9 @@ class ResumeOptions:
         accept: Names of differences that are meant.
         migrations: Names of registered migrations.
         required: Fingerprints that must be known and equal.
-        fresh: Pieces of state that are not restored, on purpose: `FRESHABLE`. Each is recorded in `accepted`.
+        fresh: State that is not restored, on purpose: pieces (`piece.FRESHABLE`), or single objects of a piece by label
+            and name, such as ``extra:ema``, ``scheduler:1``, ``data:train``, ``rng:generator.noise``. Recorded in
+            `accepted`.
         seen_samples: How many samples the run had consumed when it ended, if that is known: see
             `txstore.event_log.last_step`.
         on_world_size_change: What to do about random streams if another number of ranks saved.
@@ -100,9 +98,17 @@ class ResumeOptions:
             raise ConfigError(f"fallback={self.fallback!r} is neither 'error' nor 'previous'")
         if self.depth not in get_args(Depth):
             raise ConfigError(f"depth={self.depth!r} is none of {get_args(Depth)}")
-        unknown = [self.fresh] if isinstance(self.fresh, str) else sorted(set(self.fresh) - FRESHABLE)
+        unknown = (
+            [self.fresh]
+            if isinstance(self.fresh, str)
+            else sorted(name for name in set(self.fresh) if not is_freshable(name))
+        )
         if unknown:
-            raise ConfigError(f"fresh={self.fresh!r}: only {sorted(FRESHABLE)} can be left fresh", key=unknown[0])
+            raise ConfigError(
+                f"fresh={self.fresh!r}: only {sorted(FRESHABLE)} can be left fresh, or one object",
+                key=unknown[0],
+                next_step="name one object by its label, as in 'extra:ema'; labels are " + ", ".join(LABELS),
+            )
         if self.on_world_size_change not in {"error", "reseed"}:
             raise ConfigError(f"on_world_size_change={self.on_world_size_change!r} is neither 'error' nor 'reseed'")
 
@@ -306,7 +312,7 @@ class Resume:
             raise StateMismatch(
                 f"{len(left)} saved keys have no place in this state: {', '.join(left[:10])}",
                 key=left[0],
-                next_step="build the state with all the pieces that were saved, or name a piece in fresh",
+                next_step="build the state with all that was saved, or name in fresh what is to begin anew",
             )
 
     def _load(self, reader: StorageReader, target: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from txstore.compat.differences import Difference
 from txstore.errors import ConfigError, StateMismatch, describe
-from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 from txstore.train.python_state import flatten
 
 Generator = np.random.Generator | np.random.RandomState | torch.Generator | random.Random
@@ -58,13 +58,20 @@ def capture_streams(generators: Mapping[str, Generator] | None = None) -> Stream
     return {name: stream.get() for name, stream in _streams(generators or {}).items()}
 
 
-def problems_with(saved: Any, generators: Mapping[str, Generator] | None = None) -> list[str]:
+def problems_with(
+    saved: Any, generators: Mapping[str, Generator] | None = None, fresh: Collection[str] = ()
+) -> list[str]:
     """Why `saved` cannot be restored here, a sentence each; tries every stream and leaves it as it was."""
     if not isinstance(saved, dict):
         return ["no random streams were saved for this rank"]
-    here = _streams(generators or {})
-    problems = [f"the random stream {name!r} was not saved" for name in here if name not in saved]
-    problems += [f"the random stream {name!r} was saved, and there is none here" for name in saved if name not in here]
+    every = _streams(generators or {})
+    nowhere = [name for name in fresh if name not in every and name not in saved]
+    problems = [f"the random stream {name!r} is named in fresh, and neither side has it" for name in nowhere]
+    here = {name: stream for name, stream in every.items() if name not in fresh}
+    saved = {name: state for name, state in saved.items() if name not in fresh}
+    one_sided = [(name, "was not saved") for name in here if name not in saved]
+    one_sided += [(name, "was saved, and there is none here") for name in saved if name not in here]
+    problems += [f"the random stream {name!r} {what} ({anew(f'rng:{name}')})" for name, what in one_sided]
     for name, stream in here.items():
         if name in saved:
             now = stream.get()
@@ -79,16 +86,18 @@ def problems_with(saved: Any, generators: Mapping[str, Generator] | None = None)
     return problems
 
 
-def restore_streams(saved: Any, generators: Mapping[str, Generator] | None = None) -> list[str]:
-    """Restore every stream; returns their names.
+def restore_streams(
+    saved: Any, generators: Mapping[str, Generator] | None = None, fresh: Collection[str] = ()
+) -> list[str]:
+    """Restore every stream but those in `fresh`; returns their names.
 
     Raises:
         StateMismatch: A stream is missing, unknown here, cut short or of another kind; none has been changed.
     """
-    problems = problems_with(saved, generators)
+    problems = problems_with(saved, generators, fresh)
     if problems:
         raise StateMismatch("; ".join(problems), key="rng", next_step="resume where the streams can be restored")
-    here = _streams(generators or {})
+    here = {name: stream for name, stream in _streams(generators or {}).items() if name not in fresh}
     for name, stream in here.items():
         stream.set(saved[name])
     return list(here)
@@ -237,7 +246,7 @@ class RandomStreams:
     def problems(self, loaded: Loaded) -> list[str]:
         """Streams that cannot be restored, or belong to ranks that are no more."""
         if loaded.same_world:
-            return problems_with(loaded.own, self._generators)
+            return problems_with(loaded.own, self._generators, loaded.fresh)
         if loaded.on_world_size_change == "reseed":
             return [] if isinstance(loaded.own, dict) else ["no random streams were saved"]
         counts = f"{loaded.saved_world_size} ranks saved their random streams, there are {loaded.place.world_size}"
@@ -250,5 +259,5 @@ class RandomStreams:
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
         """Restore, or derive new streams when the world size has changed."""
         if loaded.same_world:
-            return {"restored": restore_streams(loaded.own, self._generators)}
+            return {"restored": restore_streams(loaded.own, self._generators, loaded.fresh)}
         return {"reseeded": reseed_streams(loaded.own, loaded.place, self._generators)}

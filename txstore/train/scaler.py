@@ -44,6 +44,10 @@ class ScalerPiece(StatefulPiece):
         """As for all objects; and one of the two scalers is not enabled."""
         problems = super().problems(loaded)
         for name, now in super().capture(loaded.place).shared.items():
-            if name in loaded.shared and loaded.shared[name]["state"].keys() != now["state"].keys():
+            if (
+                name in loaded.shared
+                and name not in loaded.fresh
+                and loaded.shared[name]["state"].keys() != now["state"].keys()
+            ):
                 problems.append("the scaler is enabled on one side only")
         return problems

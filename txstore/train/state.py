@@ -34,7 +34,17 @@ from txstore.train.history import History
 from txstore.train.model_state import ModelPiece, fits
 from txstore.train.names import Models
 from txstore.train.optimizer_state import OptimizerPiece, optimizers_in, saved_layouts
-from txstore.train.piece import Loaded, OnWorldSizeChange, Piece, PieceState, Place, SavedKeys
+from txstore.train.piece import (
+    Loaded,
+    OnWorldSizeChange,
+    Piece,
+    PieceState,
+    Place,
+    SavedKeys,
+    anew,
+    fresh_of,
+    is_freshable,
+)
 from txstore.train.progress import ProgressPiece, TrainProgress
 from txstore.train.proof import Check
 from txstore.train.proof_piece import Facts, ProofPiece
@@ -91,7 +101,7 @@ class TrainState:
         several = optimizers_in(optimizers)
         self._model = ModelPiece(self._models)
         self._optimizers = OptimizerPiece(several, self._models)
-        self._extras = StatefulPiece("extra", scoped(extras, "extra", is_shared=True), verify=False, piece="extras")
+        self._extras = StatefulPiece("extra", scoped(extras, "extra", is_shared=True), verify=False)
         self.pieces: dict[str, Piece] = {
             "model": self._model,
             "optimizer": self._optimizers,
@@ -282,7 +292,7 @@ class TrainState:
             world_size: How many ranks there are now.
             on_world_size_change: What to do about random streams if another number of ranks saved: refuse, or
                 derive new streams from the saved ones, the rank and the world size.
-            fresh: Pieces that are not restored, on purpose.
+            fresh: Pieces, and objects of pieces, that are not restored, on purpose.
             accept: Names of differences that are meant.
 
         Raises:
@@ -326,11 +336,18 @@ class TrainState:
         own = unpack(own_key(place.rank if place.world_size == shared["world_size"] else 0), loaded)
         missing = [name for name in self.pieces if name not in shared["pieces"] and name not in fresh]
         surplus = [name for name in shared["pieces"] if name not in self.pieces and name not in fresh]
-        problems = [f"{name!r} was not saved" for name in missing]
-        problems += [f"{name!r} was saved, and there is none here" for name in surplus]
+        problems = [f"{name!r} was not saved{_hint(name)}" for name in missing]
+        problems += [f"{name!r} was saved, and there is none here{_hint(name)}" for name in surplus]
         given = {
             name: Loaded(
-                shared["pieces"][name], own["pieces"][name], loaded, is_complete, place, shared["world_size"], policy
+                shared["pieces"][name],
+                own["pieces"][name],
+                loaded,
+                is_complete,
+                place,
+                shared["world_size"],
+                policy,
+                fresh_of(fresh, name),
             )
             for name in self.pieces
             if name in shared["pieces"] and name not in fresh
@@ -363,6 +380,10 @@ def _like(live: torch.Tensor | None, saved: TensorStorageMetadata) -> torch.Tens
     if live is not None and not fits("", live, saved):
         return torch.empty_like(live, requires_grad=False)
     return torch.empty(saved.size, dtype=saved.properties.dtype)
+
+
+def _hint(piece: str) -> str:
+    return f" ({anew(piece)})" if is_freshable(piece) else ""
 
 
 def _refuse(problems: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from txstore.compat.differences import Difference
 from txstore.errors import ConfigError, StateMismatch, TxStoreError, describe
 from txstore.train.built import class_of, compare_built, compare_facts, functions_of, settings_of
-from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 from txstore.train.proof import Check
 from txstore.train.python_state import flatten
 from txstore.train.rng import Generator
@@ -93,15 +93,13 @@ class StatefulPiece:
         items: The objects by name.
         verify: Compare each object's state after the restore with the saved one, and refuse another. Off for objects
             that may rightly tell another state than they were given, such as a data loader before its first batch.
-        piece: The piece's name in a `TrainState`; the label if it is the same.
 
     Attributes:
         differing: Objects that told another state after the last restore than they were given.
     """
 
-    def __init__(self, label: str, items: Mapping[str, Scoped], *, verify: bool, piece: str = "") -> None:
+    def __init__(self, label: str, items: Mapping[str, Scoped], *, verify: bool) -> None:
         self._label = label
-        self._piece = piece or label
         self._items = dict(items)
         self._verify = verify
         self.differing: list[str] = []
@@ -142,15 +140,20 @@ class StatefulPiece:
 
     def problems(self, loaded: Loaded) -> list[str]:
         """Objects that only one side has, or that belong to ranks that are no more."""
-        own = loaded.own or {}
+        own = {name: value for name, value in (loaded.own or {}).items() if name not in loaded.fresh}
         problems = []
-        for name, one in self._items.items():
+        for name, one in self._restored(loaded).items():
             if name not in (loaded.shared if one.is_shared else own):
                 elsewhere = name in (own if one.is_shared else loaded.shared)
                 kind = "equal on all ranks" if one.is_shared else "of each rank"
                 problems.append(f"{self._label} {name!r} was not saved" + (f" as {kind}" if elsewhere else ""))
-        unknown = [name for name in [*loaded.shared, *own] if name not in self._items]
-        problems += [f"{self._label} {name!r} was saved, and there is none here" for name in unknown]
+                problems[-1] += f" ({anew(f'{self._label}:{name}')})"
+        saved = {*loaded.shared, *(loaded.own or {})}
+        for name in sorted(saved - self._items.keys() - loaded.fresh):
+            hint = anew(f"{self._label}:{name}")
+            problems.append(f"{self._label} {name!r} was saved, and there is none here ({hint})")
+        nowhere = sorted(loaded.fresh - saved - self._items.keys())
+        problems += [f"{self._label} {name!r} is named in fresh, and neither side has it" for name in nowhere]
         if own and not loaded.same_world:
             problems.append(
                 f"{self._label} {sorted(own)} has a state of each of {loaded.saved_world_size} ranks, and "
@@ -158,16 +161,19 @@ class StatefulPiece:
             )
         return problems
 
+    def _restored(self, loaded: Loaded) -> dict[str, Scoped]:
+        return {name: one for name, one in self._items.items() if name not in loaded.fresh}
+
     def differences(self, loaded: Loaded) -> list[Difference]:
         """Objects of another class, or under other facts; and settings that the saved ones override."""
         found = []
-        for name, one in self._items.items():
+        for name, one in self._restored(loaded).items():
             saved = self._saved(loaded, one).get(name)
             if saved is None:
                 continue
             what = f"{self._label} {name!r}"
             accept = partial(self.acceptable, name)
-            found += compare_facts(what, saved["facts"], self.facts_now(name), self._piece, accept)
+            found += compare_facts(what, saved["facts"], self.facts_now(name), f"{self._label}:{name}", accept)
             found += compare_built(what, saved["settings"], self._set[name])
         return found
 
@@ -185,7 +191,8 @@ class StatefulPiece:
             StateMismatch: An object tells another state afterwards.
         """
         self.differing = []
-        for name, one in self._items.items():
+        restored = self._restored(loaded)
+        for name, one in restored.items():
             saved = self._saved(loaded, one)[name]
             state = saved["state"]
             # Bytes first: an object may keep what it is given, or take it apart.
@@ -202,7 +209,7 @@ class StatefulPiece:
                 self.differing.append(name)
             # They are what it holds now: the next save must tell of these, and the next resume of the code's again.
             self._set[name] = saved["settings"]
-        return {"restored": sorted(self._items)}
+        return {"restored": sorted(restored)}
 
     def checks(self) -> list[Check]:
         """What could not be proved: an object that tells another state may be right, or may not have taken it."""
