@@ -9,6 +9,7 @@
     │   ├── AlreadyExistsError (FileExistsError)
     │   ├── AccessDeniedError (PermissionError)
     │   ├── StoreFullError                  free space or quota, then save again
+    │   ├── UnusableStoreError (ConfigError) path, bucket, endpoint or credentials lead nowhere, or no longer do
     │   ├── CapabilityError                 this store cannot keep the contract: use another
     │   ├── TransientError                  had no effect; the retry layer repeats it
     │   └── OutcomeUnknownError             may have had effect; the retry layer settles it
@@ -140,6 +141,15 @@ class AccessDeniedError(StoreError, PermissionError):
 
 class StoreFullError(StoreError):
     """No space or quota is left (ENOSPC, EDQUOT)."""
+
+
+class UnusableStoreError(StoreError, ConfigError):
+    """A request was refused for what the store's URL, path, bucket, endpoint or credentials are.
+
+    When a store is opened that is a `ConfigError`. In the middle of a run it is also the store's answer: a disk was
+    unmounted, a bucket removed, a directory replaced by a file. Whoever goes on without storage by ``except
+    StoreError`` goes on here, too.
+    """
 
 
 class CapabilityError(StoreError):

@@ -26,6 +26,7 @@ from txstore.errors import (
     OutcomeUnknownError,
     StoreError,
     TransientError,
+    UnusableStoreError,
 )
 from txstore.in_flight import InFlight, Operation
 from txstore.store import ObjectInfo, Source, Store
@@ -203,7 +204,15 @@ class RetryingStore(Store):
 
     def _call(self, verb: Callable[..., _T], key: str, *args: object) -> _T:
         with self._in_flight.running(verb.__name__, key):
-            return self._retrier.call(verb, key, *args)
+            return self._retried(verb, key, *args)
+
+    def _retried(self, function: Callable[..., _T], *args: object) -> _T:
+        try:
+            return self._retrier.call(function, *args)
+        except UnusableStoreError:
+            raise
+        except ConfigError as error:
+            raise _answered(error) from error
 
     def put(self, key: str, source: Source) -> ObjectInfo:
         """`put` again from the start: the source is replayable, the object whole or nothing."""
@@ -241,7 +250,7 @@ class RetryingStore(Store):
 
         with self._in_flight.running("create", key):
             try:
-                self._retrier.call(attempt)
+                self._retried(attempt)
             except AlreadyExistsError:
                 raise
             except StoreError as error:
@@ -310,6 +319,10 @@ class RetryingStore(Store):
                 return advance()
         except RETRIED as error:
             first: list[StoreError] = [error]
+        except UnusableStoreError:
+            raise
+        except ConfigError as error:
+            raise _answered(error) from error
 
         def again() -> ObjectInfo | None:
             if first:  # the attempt that has failed already counts as the first one
@@ -317,7 +330,7 @@ class RetryingStore(Store):
             return advance()
 
         with self._in_flight.running("list", prefix):
-            return self._retrier.call(again)
+            return self._retried(again)
 
     def delete(self, key: str) -> None:
         """`delete`, repeated: an absent object is success."""
@@ -326,3 +339,14 @@ class RetryingStore(Store):
     def close(self) -> None:
         """Close the backend."""
         self.inner.close()
+
+
+def _answered(error: ConfigError) -> UnusableStoreError:
+    """What a backend refuses for the URL's sake, as an answer of the store.
+
+    Else it would pass by all that treats answers: an unclear `create` that is followed by it would be called refused.
+    """
+    next_step = (
+        error.next_step or "check path, bucket, endpoint and credentials of the store; was it moved, or unmounted?"
+    )
+    return UnusableStoreError(error.message, key=error.key, rank=error.rank, next_step=next_step)

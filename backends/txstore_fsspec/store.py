@@ -32,6 +32,8 @@ _WINDOW_BYTES = 8 * BLOCK_BYTES
 _one_winner = threading.Lock()
 """Taken for every create on a filesystem that looks and then writes: one lock for all stores of this process."""
 
+_OWN_ROOT = "txstore makes no such thing: find out who did, and use a root of its own for each store"
+
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
@@ -80,7 +82,7 @@ class FsspecStore(Store):
             except AlreadyExistsError:
                 # The memory filesystem says the same when a part of the path is a file.
                 if not fs.isfile(path) and not fs.isdir(path):
-                    raise ConfigError("a part of the key is already an object", key=key) from None
+                    raise ConfigError("a part of the key is already an object", key=key, next_step=_OWN_ROOT) from None
                 raise
 
     def read(self, key: str, start: int = 0, size: int | None = None) -> bytes:
@@ -162,10 +164,10 @@ class FsspecStore(Store):
         except FileExistsError as error:
             if doing == "create":
                 raise AlreadyExistsError("object exists", key=key) from error
-            raise ConfigError("a part of the key is already an object", key=key) from error
+            raise ConfigError("a part of the key is already an object", key=key, next_step=_OWN_ROOT) from error
         except _ABSENT as error:
             if doing in {"put", "create"}:
-                raise ConfigError(f"{doing} failed: {type(error).__name__}", key=key) from error
+                raise ConfigError(f"{doing} failed: {type(error).__name__}", key=key, next_step=_OWN_ROOT) from error
             raise NotFoundError("no such object", key=key) from error
         except PermissionError as error:
             raise AccessDeniedError(f"{doing} failed: {type(error).__name__}", key=key) from error

@@ -190,6 +190,7 @@ class StagedFile:
             raise ConfigError(
                 f"the key is taken in {self._root} by something that is no object, such as a directory of other keys",
                 key=self._key,
+                next_step="txstore makes no such thing: find out who did, and use a root of its own for each store",
             )
         self._sync_published()
 

@@ -23,6 +23,7 @@ from txstore.errors import (
     StoreError,
     StoreFullError,
     TransientError,
+    UnusableStoreError,
 )
 from txstore.keys import decision_key
 from txstore.memory import MemoryStore
@@ -131,6 +132,7 @@ UNKNOWN, DOWN, DENIED, EXISTS = OutcomeUnknownError, TransientError, AccessDenie
         [LOST, DENIED],  # [9] a refusal after an unclear answer: the record is read back
         [LOST, StoreFullError],
         [LOST, CapabilityError],
+        [LOST, ConfigError],  # the disk was unmounted, the bucket removed
     ],
 )
 def test_create_says_won_exactly_when_the_record_is_ours(script):
@@ -177,6 +179,7 @@ def test_a_record_that_begins_like_ours_is_anothers(prefix):
         [EXISTS] * 4,  # [14] 409 until the budget ends
         [EXISTS, DENIED],
         [UNKNOWN, StoreFullError],
+        [UNKNOWN, ConfigError],
     ],
 )
 def test_create_says_unknown_when_it_may_still_land(script):
@@ -188,7 +191,7 @@ def test_create_says_unknown_when_it_may_still_land(script):
         MemoryStore.read(store, KEY)
 
 
-@pytest.mark.parametrize("error", [AccessDeniedError, StoreFullError, CapabilityError])
+@pytest.mark.parametrize("error", [AccessDeniedError, StoreFullError, CapabilityError, ConfigError])
 @pytest.mark.parametrize("before", [[], [DOWN], [DOWN, DOWN]], ids=len)
 def test_a_definite_refusal_stands_if_nothing_was_unclear(error, before):
     store = ScriptedStore().script("create", *before, error)
@@ -208,7 +211,7 @@ def test_create_that_could_not_be_sent_is_transient():
 @pytest.mark.parametrize(
     "create", [[LOST] * 9, [("other", OutcomeUnknownError)] * 9, [EXISTS] * 9], ids=["ours", "other", "none"]
 )
-@pytest.mark.parametrize("error", [TransientError, OutcomeUnknownError, AccessDeniedError])
+@pytest.mark.parametrize("error", [TransientError, OutcomeUnknownError, AccessDeniedError, ConfigError])
 def test_create_that_cannot_be_read_back_is_unknown(create, error):
     store = ScriptedStore().script("create", *create).script("read", *[error] * 99)
     with pytest.raises(OutcomeUnknownError, match="read back") as caught:
@@ -338,6 +341,38 @@ def test_other_errors_surface_at_once():
             with pytest.raises(error):
                 call(retrying(store))
             assert store.count(verb) == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "call"),
+    [
+        ("put", lambda store: store.put(KEY, BytesSource(b""))),
+        ("create", lambda store: store.create(KEY, MINE)),
+        ("read", lambda store: store.read(KEY)),
+        ("read_into", lambda store: store.read_into(KEY, 0, memoryview(bytearray(1)))),
+        ("head", lambda store: store.head(KEY)),
+        ("list", lambda store: list(store.list(""))),
+        ("delete", lambda store: store.delete(KEY)),
+    ],
+)
+@pytest.mark.parametrize("before", [[], [DOWN]], ids=len)
+@pytest.mark.parametrize("hint", ["", "make the bucket"])
+def test_a_store_that_leads_nowhere_answers_so(verb, call, before, hint):
+    """For whoever goes on without storage by `except StoreError`: a bucket may vanish in the middle of a run."""
+    steps = [*before, ConfigError]
+    store = MemoryStore()
+
+    def answer(*_args):
+        step = steps.pop(0)
+        raise step("no such bucket", key=KEY, next_step=hint)
+
+    setattr(store, verb, answer)
+    with pytest.raises(UnusableStoreError, match="no such bucket") as caught:
+        call(retrying(store))
+    assert isinstance(caught.value, ConfigError)
+    assert caught.value.key == KEY
+    assert caught.value.next_step == hint or (not hint and "check path, bucket" in caught.value.next_step)
+    assert steps == [], "and it is not asked again"
 
 
 def test_a_put_is_repeated_from_its_start_and_notices_other_bytes():
