@@ -6,11 +6,14 @@ Keys are relative, ``/``-separated, ASCII and lower-risk on every backend: no em
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from dataclasses import dataclass
 
 from txstore.errors import ConfigError, FormatError
+
+_log = logging.getLogger(__name__)
 
 STORE_KEY = "txstore.json"
 LATEST_KEY = "latest.json"
@@ -28,6 +31,8 @@ _SPREAD = re.compile(r"_[0-9a-f]{2}")
 _TXN = re.compile(r"[0-9a-f]{32}")
 _STEP = re.compile(r"(?<![0-9])([0-9]{1,18})\Z")
 _TOO_LONG = re.compile(r"[0-9]{19}$")
+_told: set[str] = set()
+_MOST_TOLD = 64
 _SLOT = re.compile(r"(0|[1-9][0-9]{0,8})", re.ASCII)
 
 
@@ -77,6 +82,25 @@ def step_of(checkpoint: str) -> int | None:
     """
     found = _STEP.search(checkpoint)
     return int(found[1]) if found else None
+
+
+def warn_of_no_step(checkpoint: str) -> None:
+    """Say once, before a save, that a name holds a number and yet no step, such as ``epoch=1-step=20.ckpt``.
+
+    It is not taken for a step: ``-best`` after one is meant, and records of such names say that they have none.
+    """
+    numbers = re.findall("[0-9]+", checkpoint)
+    kind = re.sub("[0-9]+", "<n>", checkpoint)
+    # Once for each kind of name, not for each save; and not without end, should every name be another kind.
+    if not numbers or step_of(checkpoint) is not None or kind in _told or len(_told) > _MOST_TOLD:
+        return
+    _told.add(kind)
+    _log.warning(
+        "%r does not end in a step, and %s is not taken for one: the checkpoint is loaded by its name, and is never "
+        "newer than one with a step. End the names of recovery points in the step, without a suffix such as .ckpt",
+        checkpoint,
+        numbers[-1],
+    )
 
 
 def new_txn() -> str:

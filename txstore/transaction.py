@@ -37,6 +37,7 @@ from txstore.keys import (
     parse_attempt,
     shard_key,
     step_of,
+    warn_of_no_step,
 )
 from txstore.manifest import (
     Begin,
@@ -137,7 +138,7 @@ def begin(
         FormatError: A decision of it is damaged, and `overwrite` is False.
         ConfigError: Not a checkpoint name.
     """
-    check_checkpoint(checkpoint)
+    warn_of_no_step(check_checkpoint(checkpoint))
     layout = ensure_store(store, known)
     stood, damaged = stood_before(store, checkpoint, overwrite=overwrite)
     if stood and not overwrite:

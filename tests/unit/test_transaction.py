@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import txstore_posix
-from txstore import transaction
+from txstore import keys, transaction
 from txstore.catalog import find, newest
 from txstore.checksum import BLOCK_BYTES
 from txstore.errors import (
@@ -75,6 +75,23 @@ def test_a_failing_hint_does_not_fail_the_commit(store, caplog):
     assert commit(attempt, shards).kind == "commit"
     assert puts.log[-1] == ("put", LATEST_KEY)
     assert "hint" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["epoch=1-step=20.ckpt", "epoch=2-step=40.ckpt"], ["epoch=1-step=20.ckpt"]),  # once, not at every save
+        (["step=20-best", "v2.pt"], ["step=20-best", "v2.pt"]),
+        (["epoch=1-step=20", "step-7", "1000", "last", "handpicked"], []),
+    ],
+)
+def test_a_name_whose_number_is_no_step_is_told_before_the_save(names, told, store, caplog):
+    keys._told.clear()
+    for name in names:
+        begin(store, name, world_size=1)
+    found = [one.getMessage() for one in caplog.records if "does not end in a step" in one.getMessage()]
+    assert [one.split(" does")[0] for one in found] == [repr(name) for name in told]
+    assert all("without a suffix such as .ckpt" in one for one in found)
 
 
 def test_a_standing_checkpoint_needs_overwrite(store):
