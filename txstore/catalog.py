@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from txstore.decisions import is_retired, read_decision, read_store_format, walk_slots
-from txstore.errors import CheckpointNotFound, CheckpointRetired, ConfigError, FormatError, IntegrityError
+from txstore.errors import (
+    CheckpointNotFound,
+    CheckpointRetired,
+    ConfigError,
+    FormatError,
+    IntegrityError,
+    UnknownVersion,
+)
 from txstore.keys import (
     COMMITS_PREFIX,
     RETIRED_PREFIX,
@@ -28,7 +35,11 @@ from txstore.manifest import Decision
 from txstore.side_by_side import side_by_side
 from txstore.store import Store
 
-State = Literal["committed", "superseded", "retired", "aborted"]
+State = Literal["committed", "superseded", "retired", "aborted", "unknown"]
+"""``unknown`` is a commit below a damaged record: nobody can tell whether it is superseded, and no reader takes it."""
+
+Damaged = dict[SlotName, FormatError | IntegrityError]
+"""Records that are damaged or missing, and what is wrong with each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +50,16 @@ class Entry:
     state: State
 
 
-def entries(store: Store) -> list[Entry]:
+def entries(store: Store, *, damaged: Damaged | None = None) -> list[Entry]:
     """Every decision in the store, by ascending step, name and slot.
 
+    Args:
+        store: The store.
+        damaged: Gets the records that cannot be read; they have no entry. None: damage is an error. A record of another
+            version is not damaged, and always an error.
+
     Raises:
-        FormatError: Some record is damaged.
+        FormatError, IntegrityError: Some record is damaged, or missing.
         StoreError: The listing failed; that is never an empty answer.
     """
     slots, retired = _listing(store)
@@ -52,17 +68,21 @@ def entries(store: Store) -> list[Entry]:
         for checkpoint in sorted(slots, key=by_step)
         for slot in range(max(slots[checkpoint]), -1, -1)
     ]
-    decisions = side_by_side(lambda name: _must_read(store, name.checkpoint, name.slot), names)
+    decisions = side_by_side(lambda name: _read_or_note(store, name, damaged), names)
     found: list[Entry] = []
-    stands: set[str] = set()
+    above: dict[str, State] = {}  # what a commit is below what was seen so far of its checkpoint
     for name, decision in zip(names, decisions, strict=True):  # of each checkpoint the highest slot first
         state: State = "aborted"
         if name in retired:
             state = "retired"
+        elif decision is None:
+            above.setdefault(name.checkpoint, "unknown")
         elif decision.kind == "commit":
-            state = "superseded" if name.checkpoint in stands else "committed"
-            stands.add(name.checkpoint)
-        found.append(Entry(decision, state))
+            state = above.get(name.checkpoint, "committed")
+            if state == "committed":
+                above[name.checkpoint] = "superseded"
+        if decision is not None:
+            found.append(Entry(decision, state))
     return sorted(found, key=lambda entry: (*by_step(entry.decision.checkpoint), entry.decision.slot))
 
 
@@ -153,6 +173,16 @@ def _check_format(store: Store, *, has_decisions: bool) -> None:
             key=STORE_KEY,
             next_step="copy txstore.json too: a partial copy is not a store",
         )
+
+
+def _read_or_note(store: Store, name: SlotName, damaged: Damaged | None) -> Decision | None:
+    try:
+        return _must_read(store, name.checkpoint, name.slot)
+    except (FormatError, IntegrityError) as error:
+        if damaged is None or isinstance(error, UnknownVersion):
+            raise
+        damaged[name] = error
+        return None
 
 
 def _must_read(store: Store, checkpoint: str, slot: int) -> Decision:

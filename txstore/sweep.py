@@ -11,6 +11,7 @@ and a stalled writer walks past retired commits (ADR 0003).
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,11 +21,13 @@ from typing import Literal
 from txstore.catalog import Entry, newest
 from txstore.decisions import is_retired, read_decision, read_store_format, walk_slots
 from txstore.errors import AlreadyExistsError, CheckpointNotFound, ConfigError, FormatError, NotFoundError
-from txstore.keys import DATA_PREFIX, attempt_prefixes, begin_key, parse_attempt, retired_key
+from txstore.keys import DATA_PREFIX, attempt_prefixes, begin_key, decision_key, parse_attempt, retired_key
 from txstore.manifest import DECISION_MAX_BYTES, Decision, Tombstone, decode_begin, encode, spread_of
 from txstore.retry import RetryingStore
 from txstore.slot_walk import claim_abort
 from txstore.store import KeepsUnfinished, ObjectInfo, Store
+
+log = logging.getLogger(__name__)
 
 GRACE_FLOOR_S = 24 * 3600.0
 """An undecided attempt younger than this is never touched, unless forced: its writer may only be slow."""
@@ -67,7 +70,14 @@ def sweep(
         clock: Seconds since the epoch.
 
     Returns:
-        What was (or would be) removed.
+        What was (or would be) removed. A checkpoint with a damaged decision record keeps every attempt that no readable
+        record names, since that record may be its commit, and a warning says so.
+
+    Raises:
+        ConfigError: A grace below the floor.
+        IntegrityError: A decision record is missing.
+        UnknownVersion: A record is of a format version that this release does not know.
+        StoreError: The store refused.
     """
     if not (math.isfinite(grace_s) and (force or grace_s >= GRACE_FLOOR_S)):
         raise ConfigError(
@@ -170,12 +180,25 @@ def _is_newest(store: Store, decision: Decision) -> bool:
 
 
 def _why_orphan(store: Store, checkpoint: str, txn: str) -> Literal["retired", "aborted", "undecided"] | None:
-    for decision in walk_slots(store, checkpoint):
+    """Why nothing needs an attempt; None if something does, or may: a damaged record can be about any attempt.
+
+    A readable record that names it is believed all the same, as `resolve` does: a transaction has one answer.
+    """
+    damaged: dict[int, FormatError] = {}
+    for decision in walk_slots(store, checkpoint, damaged=damaged):
         if decision.txn == txn:
             if decision.kind == "abort":
                 return "aborted"
             return "retired" if is_retired(store, decision) else None
-    return "undecided"
+    if not damaged:
+        return "undecided"
+    log.warning(
+        "%s stays: no readable decision names it, and %s is damaged and may be its commit. Restore that record from a "
+        "copy of the store and sweep again; without a copy the attempt can only be kept",
+        begin_key(checkpoint, txn).rpartition("/")[0],
+        ", ".join(decision_key(checkpoint, slot) for slot in damaged),
+    )
+    return None
 
 
 def _age_s(store: Store, checkpoint: str, txn: str, objects: Sequence[ObjectInfo], now_s: float) -> float:

@@ -268,13 +268,56 @@ def test_damaged_decision_is_named_by_every_command(cli, store: Store, root: Pat
         flip(root / key, at)
         for command in ("ls", "latest", "show"):
             answer = cli(command, url)
-            assert (answer.code, answer.out) == (DAMAGED, ""), command
+            assert answer.code == DAMAGED, command
             assert key in answer.err
+            assert "next: " in answer.err
+            assert answer.out == "" or command == "ls"
         answer = cli("verify", url, "--all", "--json")
         assert answer.code == DAMAGED
         assert [one["key"] for one in answer.json["problems"]] == [key]
         assert answer.names == ["step-1"]
         (root / key).write_bytes(intact)
+
+
+def test_ls_lists_the_rest_beside_a_damaged_record(cli, store: Store, root: Path, url: str) -> None:
+    for step in (1, 2):
+        commit_sample(store, f"step-{step}")
+    commit_sample(store, "step-2", overwrite=True)
+    commit_sample(store, "step-3")
+    (root / decision_key("step-2", 0)).write_bytes(b"{")
+    answer = cli("ls", url)
+    assert answer.code == DAMAGED
+    assert [line.split()[:3] for line in answer.out.splitlines()[1:]] == [
+        [f"step-{step}", str(step), "committed"] for step in (1, 2, 3)
+    ]
+    assert "commits/step-2.0.json" in answer.err
+    assert "next: a later slot of step-2 stands" in answer.err
+    assert cli("latest", url).out == "step-3\n"
+    (root / decision_key("step-3", 0)).unlink()
+    (root / decision_key("step-2", 1)).write_bytes(b"{")
+    answer = cli("ls", url, "--json")
+    assert (answer.code, answer.names) == (DAMAGED, ["step-1"])
+    assert [(one["kind"], one["key"]) for one in answer.json["problems"]] == [
+        ("format", "commits/step-2.0.json"),
+        ("format", "commits/step-2.1.json"),
+    ]
+    assert all("overwrite=True" in one["next_step"] for one in answer.json["problems"])
+
+
+def test_ls_says_of_a_commit_below_a_damaged_record_that_it_does_not_know(cli, store, root: Path, url: str) -> None:
+    commit_sample(store, "step-1")
+    commit_sample(store, "step-1", overwrite=True)
+    (root / decision_key("step-1", 1)).write_bytes(b"{")
+    answer = cli("ls", url, "--json")
+    assert answer.code == DAMAGED
+    assert [(one["slot"], one["state"]) for one in answer.json["checkpoints"]] == [(0, "unknown")]
+    (root / decision_key("step-1", 0)).unlink()
+    answer = cli("ls", url, "--json")
+    assert answer.json["checkpoints"] == []
+    assert [(one["kind"], one["key"]) for one in answer.json["problems"]] == [
+        ("missing", "commits/step-1.0.json"),
+        ("format", "commits/step-1.1.json"),
+    ]
 
 
 def test_a_decision_that_flips_into_another_txn_is_found_by_its_manifest(cli, store, root: Path, url) -> None:

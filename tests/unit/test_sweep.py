@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from txstore.catalog import entries, find, newest
-from txstore.errors import Aborted, CheckpointRetired, ConfigError, IntegrityError
-from txstore.keys import DATA_PREFIX, begin_key, decision_key, parse_attempt, retired_key
+from txstore.errors import Aborted, CheckpointRetired, ConfigError, FormatError, IntegrityError, UnknownVersion
+from txstore.keys import DATA_PREFIX, SlotName, begin_key, decision_key, parse_attempt, retired_key
 from txstore.memory import MemoryStore
+from txstore.slot_walk import claim_abort
 from txstore.store import BytesSource, ObjectInfo
 from txstore.sweep import GRACE_FLOOR_S, expired, retire, sweep
 from txstore.testing.faults import FaultyStore
@@ -282,3 +283,102 @@ def test_a_writer_whose_clock_was_ahead_does_not_keep_its_attempt(monkeypatch):
         begin(store, "step-1", world_size=1)
     assert sweep(store, clock=lambda: now_s + GRACE_FLOOR_S) == []
     assert [orphan.why for orphan in sweep(store, clock=lambda: now_s + 8 * GRACE_FLOOR_S)] == ["undecided"]
+
+
+# damaged records
+
+
+def damage(store, checkpoint, slot=0):
+    key = decision_key(checkpoint, slot)
+    intact = store.read(key)
+    store.put(key, BytesSource(b"{"))
+    return lambda: store.put(key, BytesSource(intact))
+
+
+def sweep_all(store):
+    return {
+        (orphan.checkpoint, orphan.txn, orphan.why) for orphan in sweep(store, grace_s=0, force=True, dry_run=False)
+    }
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_damaged_record_keeps_what_it_may_name_and_nothing_else(again, caplog):
+    """One record that was damaged once must not stop every sweep of the store for ever."""
+    store = MemoryStore()
+    first = save(store, "step-1", [b"the first"])
+    dead, _ = stall(store, "step-1.old")
+    other = save(store, "step-2", [b"another"])
+    gone, _ = stall(store, "step-3")
+    mend = damage(store, "step-1")
+    kept = {first.txn, other.txn}
+    if again:
+        kept.add(save(store, "step-1", [b"the second"], overwrite=True).txn)
+    found = sweep_all(store)
+    assert found == {("step-3", gone.ticket.txn, "undecided"), ("step-1.old", dead.ticket.txn, "undecided")}
+    assert attempts(store) == kept
+    (told,) = [one.getMessage() for one in caplog.records if one.name == "txstore.sweep"]
+    assert f"data/step-1/{first.txn} stays" in told
+    assert "commits/step-1.0.json is damaged" in told
+    assert "Restore that record" in told
+    mend()
+    assert sweep_all(store) == set()
+    assert attempts(store) == kept
+    if not again:
+        assert load(store, find(store, "step-1")) == [b"the first"]
+
+
+def test_an_attempt_that_a_readable_record_names_is_swept_beside_a_damaged_one():
+    store = MemoryStore()
+    attempt, _ = stall(store)
+    first = save(store, "step-5", [b"the first"])
+    claim_abort(store, "step-5", attempt.ticket.txn)
+    damage(store, "step-5")
+    assert sweep_all(store) == {("step-5", attempt.ticket.txn, "aborted")}
+    assert attempts(store) == {first.txn}
+
+
+def test_an_attempt_beside_a_damaged_record_is_never_aborted():
+    """The record may be its commit, whatever its age: an abort would be a second answer."""
+    store = MemoryStore()
+    attempt, _ = stall(store)
+    claim_abort(store, "step-5", "f" * 32)
+    damage(store, "step-5")
+    before = [info.key for info in store.list("commits/")]
+    assert sweep_all(store) == set()
+    assert attempts(store) == {attempt.ticket.txn}
+    assert [info.key for info in store.list("commits/")] == before
+
+
+def test_a_record_of_a_version_to_come_or_a_missing_one_still_stops_the_sweep():
+    store = MemoryStore()
+    save(store, "step-1", [b"x"])
+    save(store, "step-1", [b"y"], overwrite=True)
+    key = decision_key("step-1", 0)
+    intact = store.read(key)
+    store.put(key, BytesSource(intact.replace(b'"version":1', b'"version":9')))
+    with pytest.raises(UnknownVersion):
+        sweep_all(store)
+    store.delete(key)
+    with pytest.raises(IntegrityError):
+        sweep_all(store)
+
+
+def test_retention_takes_nothing_that_a_damaged_record_may_concern():
+    store = MemoryStore()
+    for step in (1, 2, 3):
+        save(store, f"step-{step}", [b"x"])
+    first = find(store, "step-1")
+    second = save(store, "step-1", [b"y"], overwrite=True)
+    save(store, "step-1", [b"z"], overwrite=True)
+    damage(store, "step-1", 2)
+    with pytest.raises(FormatError):
+        entries(store)
+    found = {}
+    listed = entries(store, damaged=found)
+    assert list(found) == [SlotName("step-1", 2)]
+    assert [(entry.decision.txn, entry.state) for entry in listed[:2]] == [
+        (first.txn, "unknown"),
+        (second.txn, "unknown"),
+    ]
+    assert [entry.decision.checkpoint for entry in listed if entry.state == "committed"] == ["step-2", "step-3"]
+    assert [decision.checkpoint for decision in expired(listed, keep_last=1)] == ["step-2"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from txstore.catalog import Entry, State, entries, newest
-from txstore.cli.outcome import OK, Outcome, failure
+from txstore.catalog import Damaged, Entry, State, by_step, entries, newest
+from txstore.cli.outcome import DAMAGED, OK, Outcome, failure
 from txstore.cli.render import Table, size_text
 from txstore.decisions import read_store_format
-from txstore.errors import CheckpointNotFound
+from txstore.errors import CheckpointNotFound, IntegrityError, TxStoreError
+from txstore.keys import SlotName, decision_key
 from txstore.manifest import Decision
 from txstore.redact import redact
 from txstore.store import Store
@@ -32,10 +33,19 @@ def entry_document(decision: Decision, state: State) -> dict[str, object]:
 
 
 def ls(store: Store, url: str, *, everything: bool) -> Outcome:
-    """The commits that stand; with `everything` every decision."""
-    found = entries(store)
-    shown = [entry for entry in found if everything or entry.state == "committed"]
+    """The commits that stand, and those of which that is not known; with `everything` every decision.
+
+    Records that are damaged are named, and the exit code tells: the list may lack a checkpoint.
+    """
+    damaged: Damaged = {}
+    found = entries(store, damaged=damaged)
+    shown = [entry for entry in found if everything or entry.state in {"committed", "unknown"}]
     document: dict[str, object] = {"checkpoints": [entry_document(entry.decision, entry.state) for entry in shown]}
+    if damaged:
+        problems = [_problem(found, name, damaged[name]) for name in sorted(damaged, key=_place)]
+        notes = [note for one in problems for note in (f"{one['what']} [{one['key']}]", f"next: {one['next_step']}")]
+        text = (_table(shown, everything=everything),) if shown else ()
+        return Outcome(DAMAGED, {**document, "problems": problems}, text, notes=tuple(notes))
     if not found and not read_store_format(store):
         error = CheckpointNotFound(
             f"no store at {redact(url)}: nothing was ever saved there",
@@ -48,6 +58,26 @@ def ls(store: Store, url: str, *, everything: bool) -> Outcome:
         hint = f"; --all shows {len(found)} other decisions" if found else ""
         return Outcome(OK, document, notes=(f"no committed checkpoint in {redact(url)}{hint}",))
     return Outcome(OK, document, (_table(shown, everything=everything),))
+
+
+def _place(name: SlotName) -> tuple[int, str, int]:
+    return (*by_step(name.checkpoint), name.slot)
+
+
+def _problem(found: list[Entry], name: SlotName, error: TxStoreError) -> dict[str, str]:
+    """A record that cannot be read, as ``verify --all --json`` tells it; and whether anything depends on it."""
+    stands = any(
+        entry.decision.checkpoint == name.checkpoint and entry.decision.slot > name.slot and entry.state == "committed"
+        for entry in found
+    )
+    next_step = (
+        f"a later slot of {name.checkpoint} stands, and readers take that one; what this record named is kept"
+        if stands
+        else f"restore the record from a copy of the store, or save {name.checkpoint} again with overwrite=True"
+    )
+    kind = "missing" if isinstance(error, IntegrityError) else "format"
+    key = decision_key(name.checkpoint, name.slot)
+    return {"kind": kind, "key": key, "what": error.message, "next_step": next_step}
 
 
 def _table(shown: list[Entry], *, everything: bool) -> Table:
