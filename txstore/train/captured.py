@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from txstore import manifest
 from txstore.compat.differences import Difference
 from txstore.compat.layouts import OptimizerLayout
+from txstore.errors import PlanMismatch
+from txstore.train.model_state import PARAMETERS
+
+_REPLICAS = "make replicas equal; mark what each rank has for itself with per_rank; record equal values"
+_STAGES = (
+    "a TrainState needs the same parameters on every rank, whole or sharded, and the same optimizers over them; "
+    "save pipeline stages by dcp.save with a StorageWriter, or as the torchtitan guide does"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +66,16 @@ class Compared:
     differences: list[Difference]
     saved_layouts: list[OptimizerLayout] | None
     today_layouts: list[OptimizerLayout] | None
+
+
+def refuse_unequal(digests: Sequence[Mapping[str, str]]) -> None:
+    """What is saved once for all ranks must be equal on all ranks (failure case E1)."""
+    for rank, theirs in enumerate(digests):
+        differing = sorted(name for name in digests[0].keys() | theirs if digests[0].get(name) != theirs.get(name))
+        if differing:
+            raise PlanMismatch(
+                f"what is saved once for all ranks differs between rank 0 and rank {rank}: {', '.join(differing)}",
+                key=differing[0],
+                rank=rank,
+                next_step=_STAGES if PARAMETERS in differing else _REPLICAS,
+            )

@@ -16,7 +16,6 @@ from txstore.dcp.snapshot import Snapshot, SnapshotBuffers, estimate_bytes
 from txstore.dcp.writer import StorageWriter
 from txstore.errors import (
     ConfigError,
-    PlanMismatch,
     SaveError,
     SnapshotTooLarge,
     TransactionStateError,
@@ -28,13 +27,12 @@ from txstore.manifest import Decision, Description
 from txstore.retry import RetryPolicy
 from txstore.store import Store
 from txstore.train import exit_guard
-from txstore.train.captured import Captured
+from txstore.train.captured import Captured, refuse_unequal
 from txstore.train.choice import examine
 from txstore.train.exchange import Exchange, raise_first, typed
 from txstore.train.history import StepRecord
 from txstore.train.ledger import Ledger
 from txstore.train.lineage import Lineage, Origin
-from txstore.train.model_state import PARAMETERS
 from txstore.train.policy import SavePolicy
 from txstore.train.proof import ProofPolicy
 from txstore.train.proof_watch import ProofWatch
@@ -49,12 +47,6 @@ from txstore.train.telling import Teller
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_REPLICAS = "make replicas equal; mark what each rank has for itself with per_rank; record equal values"
-_STAGES = (
-    "a TrainState needs the same parameters on every rank, whole or sharded, and the same optimizers over them; "
-    "save pipeline stages by dcp.save with a StorageWriter, or as the torchtitan guide does"
-)
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
@@ -226,7 +218,7 @@ class Checkpointer:
             digests = dict(found[0].shared_digests) if found else {}
             outcomes = self._front.gather("snapshot", (error, digests))
             raise_first(outcome for outcome, _ in outcomes)
-            _refuse_unequal([digests for _, digests in outcomes])
+            refuse_unequal([digests for _, digests in outcomes])
         except TxStoreError:
             for snapshot in taken:
                 snapshot.release()
@@ -388,16 +380,3 @@ class Checkpointer:
             raise TransactionStateError("this checkpointer is closed")
         if self._ledger.stuck is not None:
             raise self._ledger.stuck
-
-
-def _refuse_unequal(digests: list[dict[str, str]]) -> None:
-    """What is saved once for all ranks must be equal on all ranks (failure case E1)."""
-    for rank, theirs in enumerate(digests):
-        differing = sorted(name for name in digests[0].keys() | theirs if digests[0].get(name) != theirs.get(name))
-        if differing:
-            raise PlanMismatch(
-                f"what is saved once for all ranks differs between rank 0 and rank {rank}: {', '.join(differing)}",
-                key=differing[0],
-                rank=rank,
-                next_step=_STAGES if PARAMETERS in differing else _REPLICAS,
-            )
