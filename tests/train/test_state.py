@@ -359,7 +359,7 @@ def test_another_model_is_refused_before_a_byte_is_loaded(store_url: str) -> Non
 def test_saved_keys_that_nobody_asks_for_are_found(store_url: str) -> None:
     first = plain()
     first.module.register_buffer("extra", torch.ones(1))
-    save(first.state, store_url, 1)
+    save(TrainState(first.module, first.optimizers), store_url, 1)
     metadata = StorageReader(store_url).read_metadata()
     other = plain()
     left = unaccounted(metadata, [other.state.expected_keys(metadata)])

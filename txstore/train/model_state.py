@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from txstore.compat.differences import Difference
+from txstore.errors import UnsupportedValue
 from txstore.train.names import Models
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
-from txstore.train.temporary import PREFIX, TemporaryBuffers, keyed, others
+from txstore.train.temporary import LATE, PREFIX, SavedBuffers, TemporaryBuffers, others
 
 _OF_A_RANK = re.compile(r"buffers\.rank-([0-9]+)\.")
 _EXTRA = "_extra_state"
@@ -42,22 +43,34 @@ class ModelPiece:
     def __init__(self, models: Models) -> None:
         self._models = models
         self.temporary = TemporaryBuffers(models)
+        self._made = frozenset(models.state_dict())
 
     def capture(self, place: Place) -> PieceState:
-        """References to all tensors; extra state of modules by value; which parameters are trained, and how."""
+        """References to all tensors; extra state of modules by value; which parameters are trained, and how.
+
+        Raises:
+            UnsupportedValue: The model saves other tensors than when the `TrainState` was made, or one is not exact.
+        """
         tensors, extra = self._saved(place)
-        changed = self.temporary.changed()
-        own = {
-            "made": self.temporary.as_made(),
-            "changed": {fqn: tensor is not None for fqn, tensor in changed.items()},
-            "modes": self._models.modes(),
-        }
+        self._refuse_other_names({_OF_A_RANK.sub("", key.removeprefix("model.")) for key in tensors}.union(extra))
         return PieceState(
             shared={"extra": extra, "trained": self._trained()},
             replicated={PARAMETERS: list(self._models.parameters())},
-            own=own,
-            tensors={**tensors, **keyed(changed, place)},
+            own={**self.temporary.told(), "modes": self._models.modes()},
+            tensors={**tensors, **self.temporary.keyed(place)},
         )
+
+    def _refuse_other_names(self, now: set[str]) -> None:
+        """Refuse now what the next start would refuse: it builds the model as this one was built."""
+        late, gone = sorted(now - self._made), sorted(self._made - now)
+        if late or gone:
+            told = [f"{what} {names[:_SHOWN]}" for what, names in (("now also has", late), ("lacks", gone)) if names]
+            raise UnsupportedValue(
+                f"the model was built otherwise when the TrainState was made: its state dict {', and '.join(told)}",
+                key=(late or gone)[0],
+                next_step="make the model whole in __init__, or by one forward pass before the TrainState is made; "
+                "a buffer that is only a cache may be persistent=False, and be made at any time",
+            )
 
     def _saved(self, place: Place) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What the modules save themselves: tensors by key, and extra state."""
@@ -99,20 +112,29 @@ class ModelPiece:
     def problems(self, loaded: Loaded) -> list[str]:
         """Other parameters are trained than were, or other modules have extra state."""
         saved, trained, extra = loaded.shared, self._trained(), self._saved(loaded.place)[1]
-        problems = self.temporary.problems(loaded.own["changed"])
+        problems = self.temporary.problems(SavedBuffers.of(loaded.own))
         # Parameters that only one side has are judged by their keys, and may be a migration's.
         both = saved["trained"].keys() & trained.keys()
-        differing = sorted(fqn for fqn in both if saved["trained"][fqn] != trained[fqn])
-        if differing:
-            problems.append(f"other parameters require gradients than when it was saved: {differing[:5]}")
+        for was in (True, False):
+            differing = sorted(fqn for fqn in both if trained[fqn] != saved["trained"][fqn] == was)
+            if differing:
+                was_so, is_so = ("trained", "frozen") if was else ("frozen", "trained")
+                problems.append(
+                    f"other parameters require gradients than when it was saved: {differing[:_SHOWN]} "
+                    f"{'were' if len(differing) > 1 else 'was'} {was_so}, and {is_so} here: call requires_grad_({was}) "
+                    "on them before resume(), and if the change is meant, change them after it"
+                )
         if saved["extra"].keys() != extra.keys():
             differing = sorted(saved["extra"].keys() ^ extra.keys())
-            problems.append(f"other modules have extra state than when it was saved: {differing[:5]}")
+            problems.append(
+                f"other modules have extra state than when it was saved: {differing[:_SHOWN]}: build the model of "
+                "the same classes, with the same settings"
+            )
         return problems
 
     def differences(self, loaded: Loaded) -> list[Difference]:
         """Buffers that today's code makes in another way; modes that the saved ones override; buffers left behind."""
-        found = self.temporary.differences(loaded.own["made"], loaded.own["changed"])
+        found = self.temporary.differences(SavedBuffers.of(loaded.own))
         now = self._models.modes()
         for model in sorted(now.keys() | loaded.own["modes"].keys()):
             was, value = (_mode(modes.get(model)) for modes in (loaded.own["modes"], now))
@@ -131,10 +153,10 @@ class ModelPiece:
         for fqn, value in loaded.shared["extra"].items():
             self._models.module_of(fqn).set_extra_state(value)
         as_saved = loaded.place if loaded.same_world else Place(0, loaded.saved_world_size)
-        temporary = self.temporary.restore(loaded.tensors, loaded.own["changed"], as_saved)
+        temporary = self.temporary.restore(loaded.tensors, SavedBuffers.of(loaded.own), as_saved)
         modes = {model: paths for model, paths in loaded.own["modes"].items() if model in self._models.modules}
         self._models.set_modes(modes)
-        count = sum(key.startswith(("model.", "buffers.", PREFIX)) for key in loaded.tensors)
+        count = sum(key.startswith(("model.", "buffers.", PREFIX, LATE)) for key in loaded.tensors)
         return {
             "tensors": count,
             "extra_states": len(loaded.shared["extra"]),

@@ -89,11 +89,21 @@ class Models:
         seen: set[tuple[int, str]] = set()
         for model, module in self.modules.items():
             for path, part in _modules(module, ""):
-                for name in sorted(part._non_persistent_buffers_set):  # noqa: SLF001 - as above
-                    if (id(part), name) not in seen:
+                temporary = part._non_persistent_buffers_set  # noqa: SLF001 - as above
+                # In the order in which they were registered: a resume makes late ones in the same.
+                for name in part._buffers:  # noqa: SLF001 - with those that are None
+                    if name in temporary and (id(part), name) not in seen:
                         seen.add((id(part), name))
                         found[_join(model, f"{path}.{name}" if path else name)] = part, name
         return found
+
+    def module_names(self) -> set[str]:
+        """Names of all modules."""
+        return {
+            f"{model}.{path}" if model and path else model or path
+            for model, module in self.modules.items()
+            for path, _ in _modules(module, "")
+        }
 
     def modes(self) -> dict[str, list[str]]:
         """For each model in training mode, the modules in it that are in evaluation mode.

@@ -389,4 +389,7 @@ def _hint(piece: str) -> str:
 def _refuse(problems: Sequence[str]) -> None:
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise StateMismatch(f"the checkpoint does not fit: {'; '.join(problems[:_SHOWN])}{more}")
+        raise StateMismatch(
+            f"the checkpoint does not fit: {'; '.join(problems[:_SHOWN])}{more}",
+            next_step="build the state as it was when it was saved; a piece may begin anew, on purpose, by fresh=",
+        )
