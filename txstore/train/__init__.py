@@ -3,6 +3,7 @@
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.cursor import ElasticBatchSampler
 from txstore.train.history import StepRecord
+from txstore.train.loader import ReplayedSampler
 from txstore.train.policy import SavePolicy
 from txstore.train.progress import TrainProgress
 from txstore.train.proof import Check, ProofPolicy, compare_with_control
@@ -10,13 +11,14 @@ from txstore.train.report import ResumeReport
 from txstore.train.request import SaveHandle
 from txstore.train.resume import ResumeOptions
 from txstore.train.state import TrainState
-from txstore.train.stateful import per_rank, shared
+from txstore.train.stateful import per_rank, repeatable, shared
 
 __all__ = [
     "Check",
     "Checkpointer",
     "ElasticBatchSampler",
     "ProofPolicy",
+    "ReplayedSampler",
     "ResumeOptions",
     "ResumeReport",
     "SaveHandle",
@@ -26,5 +28,6 @@ __all__ = [
     "TrainState",
     "compare_with_control",
     "per_rank",
+    "repeatable",
     "shared",
 ]

@@ -10,16 +10,14 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from txstore.checksum import crc32c
-from txstore.errors import ConfigError, StateMismatch, UnsupportedValue
+from txstore.errors import ConfigError, StateMismatch
+from txstore.train import loader
 from txstore.train.progress import TrainProgress
 from txstore.train.stateful import Scoped, StatefulPiece, scoped
 
-_SETTINGS = ("num_workers", "batch_size", "drop_last")
-_ORDER = ("batch_size", "drop_last", "num_replicas", "replacement", "seed", "shuffle")
-"""Attributes of samplers that say which order they draw. Epochs and cursors move: they are state."""
 _ORDER_CHECKED = 1024
 
 
@@ -59,7 +57,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
     ) -> None:
         if not 0 <= rank < world_size:
-            raise ConfigError(f"rank {rank} of {world_size}")
+            raise ConfigError(f"rank {rank} of {world_size}", next_step="pass a rank from 0 to world_size - 1")
         if global_batch < 1 or global_batch % world_size:
             raise ConfigError(
                 f"a global batch of {global_batch} cannot be shared equally by {world_size} ranks",
@@ -156,7 +154,7 @@ class CursorPiece(StatefulPiece):
     """The piece of state that holds all cursors.
 
     Raises:
-        ConfigError: An object that does not know what training has consumed.
+        ConfigError: An object that does not know what training has consumed, or whose order would not come back.
     """
 
     def __init__(self, data: Any) -> None:
@@ -164,24 +162,39 @@ class CursorPiece(StatefulPiece):
         for name, one in named.items():
             if isinstance(one.item, ElasticBatchSampler):
                 named[name] = Scoped(one.item, is_shared=True)
-            _refuse_unknowing(name, one.item)
+            loader.refuse_unknowing(name, one.item, ElasticBatchSampler)
         super().__init__("data", named, verify=False)
+        self._loaders = {name: one for name, one in named.items() if loader.is_stateful_loader(one.item)}
+        for name, one in self._loaders.items():
+            if not one.is_vouched_for:
+                loader.refuse_unrepeatable(name, one.item)
 
     def state_of(self, name: str) -> Any:
         """The state of one loader.
 
         Raises:
-            UnsupportedValue: The state lacks some of the loader's workers.
+            UnsupportedValue: The state lacks some of the loader's workers, or says nothing of its dataset.
         """
         item = self._items[name].item
         state = item.state_dict()
-        _refuse_incomplete(name, item, state)
+        if name in self._loaders:
+            loader.refuse_incomplete(name, item, state)
+            if not self._items[name].is_vouched_for:
+                loader.refuse_unheld(name, item, state, self._set[name])
         return state
+
+    def more(self, name: str) -> dict[str, Any]:
+        """Attributes of a loader's samplers, which no state of a loader holds: the epoch of a distributed sampler."""
+        return {"attributes": loader.attributes_of(self._items[name].item)} if name in self._loaders else {}
+
+    def settings(self, item: Any) -> dict[str, str]:
+        """Those attributes, as the code chose them."""
+        return loader.settings_of(item) if loader.is_stateful_loader(item) else {}
 
     def facts(self, item: Any) -> dict[str, str]:
         """Its class, and of a loader what gives its cursor its meaning: how much it reads at once, in whose order."""
         facts = super().facts(item)
-        return {**facts, **_facts_of_loader(item)} if _is_stateful_loader(item) else facts
+        return {**facts, **loader.facts_of(item)} if loader.is_stateful_loader(item) else facts
 
     def facts_now(self, name: str) -> dict[str, str]:
         """Also how many samples there are: data may grow under a loader."""
@@ -191,77 +204,11 @@ class CursorPiece(StatefulPiece):
             return super().facts_now(name)
         return {**super().facts_now(name), "samples": str(len(dataset))}
 
-    def give(self, name: str, state: Any) -> None:
-        """Give a loader its state, and let it take it now.
-
-        A loader would take it when it is next iterated, and draw from the global random stream, which by then has
-        been restored: a resumed run would be one draw ahead. So it makes its iterator here.
-        """
+    def give(self, name: str, saved: Mapping[str, Any]) -> None:
+        """Give a loader its state, and let it take it now."""
         item = self._items[name].item
-        item.load_state_dict(state)
-        if _is_stateful_loader(item):
-            there = _batches_given(item.state_dict())
-            if there != _batches_given(state):
-                raise StateMismatch(
-                    f"data {name!r} stands at batch {there} after it took its state", key=f"data.{name}"
-                )
-
-
-def _is_stateful_loader(item: Any) -> bool:
-    """Whether this is torchdata's `StatefulDataLoader`, which is not imported: it may not be installed."""
-    return any(
-        base.__module__.startswith("torchdata.") and base.__name__ == "StatefulDataLoader"
-        for base in type(item).__mro__
-    )
-
-
-def _batches_given(state: Mapping[str, Any]) -> int:
-    """How many batches of its epoch a loader has given to training, by its state."""
-    if "_num_yielded" in state:
-        return int(state["_num_yielded"])
-    return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
-
-
-def _facts_of_loader(item: Any) -> dict[str, str]:
-    """By name, as text."""
-    facts = {name: str(getattr(item, name)) for name in _SETTINGS}
-    # A batch sampler that the loader has made itself says nothing that the loader does not.
-    places = ("sampler",) if item.batch_size is not None else ("sampler", "batch_sampler")
-    for place in places:
-        sampler = getattr(item, place, None)
-        if sampler is not None:
-            named = {name: getattr(sampler, name, None) for name in _ORDER}
-            settings = ", ".join(f"{name}={value}" for name, value in named.items() if isinstance(value, int))
-            # Not the module: torchdata puts its own class of the same name in torch's place.
-            facts[place] = f"{type(sampler).__qualname__}({settings})"
-    return facts
-
-
-def _refuse_unknowing(name: str, item: Any) -> None:
-    if isinstance(item, Dataset):
-        raise ConfigError(
-            f"data {name!r} is a dataset: with workers, each holds a copy, and this one stays at the beginning",
-            next_step="pass the StatefulDataLoader that reads it",
-        )
-    if _is_stateful_loader(item):
-        if not getattr(item, "in_order", True):
-            raise ConfigError(f"data {name!r} has in_order=False, under which its state is not exact")
-        if isinstance(getattr(item, "batch_sampler", None), ElasticBatchSampler):
-            raise ConfigError(
-                f"data {name!r} reads in the order of an ElasticBatchSampler", next_step="pass the sampler"
-            )
-
-
-def _refuse_incomplete(name: str, item: Any, state: Any) -> None:
-    """Refuse a loader's state that some worker has not contributed to: its samples would be repeated or lost."""
-    if not _is_stateful_loader(item) or not item.num_workers:
-        return
-    snapshot = state.get("_snapshot") or {}
-    workers = snapshot.get("_worker_snapshots") or {}
-    held = [key for key, value in workers.items() if value]
-    if len(held) != item.num_workers or not snapshot.get("_main_snapshot"):
-        raise UnsupportedValue(
-            f"data {name!r} tells the state of {len(held)} of its {item.num_workers} workers",
-            key=f"data.{name}",
-            next_step="save after the next batch",
-        )
+        if name not in self._loaders:
+            item.load_state_dict(saved["state"])
+            return
+        loader.put_attributes_back(item, saved.get("attributes", {}))
+        loader.give(name, item, saved["state"])

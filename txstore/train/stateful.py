@@ -38,10 +38,11 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scoped:
-    """An object, and whether its state is equal on all ranks."""
+    """An object, whether its state is equal on all ranks, and whether the caller vouches for its order."""
 
     item: Stateful
     is_shared: bool
+    is_vouched_for: bool = False
 
 
 def shared(item: Stateful) -> Scoped:
@@ -52,6 +53,15 @@ def shared(item: Stateful) -> Scoped:
 def per_rank(item: Stateful) -> Scoped:
     """Mark an object of which each rank has a state of its own: it can be restored by as many ranks only."""
     return Scoped(item, is_shared=False)
+
+
+def repeatable(loader: Stateful) -> Scoped:
+    """Mark a loader of which you know that an epoch that is begun again comes in the same order: it is not asked.
+
+    For a sampler, or a dataset that iterates, without a state, of which `TrainState` could not find that out. If it
+    is not so, a resumed run goes on in another order, and nobody notices.
+    """
+    return Scoped(loader, is_shared=False, is_vouched_for=True)
 
 
 def scoped(items: Any, label: str, *, is_shared: bool) -> dict[str, Scoped]:
@@ -125,7 +135,12 @@ class StatefulPiece:
 
     def _states(self, *, is_shared: bool) -> dict[str, Any]:
         return {
-            name: {"state": self.state_of(name), "facts": self.facts_now(name), "settings": self._set[name]}
+            name: {
+                "state": self.state_of(name),
+                "facts": self.facts_now(name),
+                "settings": self._set[name],
+                **self.more(name),
+            }
             for name, one in self._items.items()
             if one.is_shared == is_shared
         }
@@ -133,6 +148,10 @@ class StatefulPiece:
     def state_of(self, name: str) -> Any:
         """The state of one object."""
         return self._items[name].item.state_dict()
+
+    def more(self, name: str) -> dict[str, Any]:  # noqa: ARG002 - for pieces that have more
+        """What else is saved of one object, beside its state."""
+        return {}
 
     def targets(self, saved: SavedKeys, place: Place) -> Targets:  # noqa: ARG002 - the signature of a piece
         """None: tensors in state dicts are lifted with all Python state."""
@@ -198,7 +217,7 @@ class StatefulPiece:
             # Bytes first: an object may keep what it is given, or take it apart.
             before = _digest(state)
             try:
-                self.give(name, state)
+                self.give(name, saved)
             except TxStoreError:
                 raise
             except Exception as error:
@@ -218,9 +237,9 @@ class StatefulPiece:
             for name in self.differing
         ]
 
-    def give(self, name: str, state: Any) -> None:
+    def give(self, name: str, saved: Mapping[str, Any]) -> None:
         """Give one object its state."""
-        self._items[name].item.load_state_dict(state)
+        self._items[name].item.load_state_dict(saved["state"])
 
 
 class SchedulerPiece(StatefulPiece):
