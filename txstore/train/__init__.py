@@ -12,6 +12,7 @@ from txstore.train.request import SaveHandle
 from txstore.train.resume import ResumeOptions
 from txstore.train.state import TrainState
 from txstore.train.stateful import per_rank, repeatable, shared
+from txstore.train.worker_streams import WorkerStreams
 
 __all__ = [
     "Check",
@@ -26,6 +27,7 @@ __all__ = [
     "StepRecord",
     "TrainProgress",
     "TrainState",
+    "WorkerStreams",
     "compare_with_control",
     "per_rank",
     "repeatable",

@@ -17,6 +17,7 @@ from txstore.errors import ConfigError, StateMismatch
 from txstore.train import loader
 from txstore.train.progress import TrainProgress
 from txstore.train.stateful import Scoped, StatefulPiece, scoped
+from txstore.train.worker_streams import tell_of_workers
 
 _ORDER_CHECKED = 1024
 
@@ -168,6 +169,7 @@ class CursorPiece(StatefulPiece):
         for name, one in self._loaders.items():
             if not one.is_vouched_for:
                 loader.refuse_unrepeatable(name, one.item)
+                tell_of_workers(name, one.item)
 
     def state_of(self, name: str) -> Any:
         """The state of one loader.

@@ -115,7 +115,7 @@ def reseed_streams(saved: Any, place: Place, generators: Mapping[str, Generator]
     return list(here)
 
 
-class _Stream:
+class Stream:
     """One stream: how to read, write and seed it."""
 
     def __init__(self, get: Callable[[], Any], set_: Callable[[Any], Any], seed: Callable[[int], Any]) -> None:
@@ -128,20 +128,29 @@ def _packed(state: Any) -> bytes:
     return flatten(state, "rng")[0]
 
 
-def _streams(generators: Mapping[str, Generator]) -> dict[str, _Stream]:
-    numpy = np.random.mtrand._rand  # noqa: SLF001 - the global generator; numpy offers its methods only one by one
-    streams = {
-        "python": _python(random._inst),  # noqa: SLF001 - as above, for random
-        "numpy": _legacy_numpy(numpy),
+def _streams(generators: Mapping[str, Generator]) -> dict[str, Stream]:
+    return process_streams() | _devices() | own_streams(generators)
+
+
+def process_streams() -> dict[str, Stream]:
+    """The streams that every process has: of Python, NumPy and torch on the CPU."""
+    return {
+        "python": _python(random._inst),  # noqa: SLF001 - the global generator, else offered method by method
+        "numpy": _legacy_numpy(np.random.mtrand._rand),  # noqa: SLF001 - as above
         "torch": _torch(torch.default_generator),
     }
-    streams |= _devices()
-    for name, generator in generators.items():
-        streams[f"generator.{name}"] = _own(name, generator)
-    return streams
 
 
-def _devices() -> dict[str, _Stream]:
+def own_streams(generators: Mapping[str, Generator]) -> dict[str, Stream]:
+    """Those of your own generators.
+
+    Raises:
+        ConfigError: Not a name, or not a generator with a state.
+    """
+    return {f"generator.{name}": _own(name, generator) for name, generator in generators.items()}
+
+
+def _devices() -> dict[str, Stream]:
     """Every device of the accelerator, whatever its kind."""
     if not torch.accelerator.is_available():
         return {}
@@ -151,12 +160,12 @@ def _devices() -> dict[str, _Stream]:
     return {f"{kind.type}:{at}": _device(module, at) for at in range(torch.accelerator.device_count())}
 
 
-def _device(module: Any, at: int) -> _Stream:
+def _device(module: Any, at: int) -> Stream:
     def seed(value: int) -> None:
         with module.device(at):
             module.manual_seed(value)
 
-    return _Stream(
+    return Stream(
         lambda: _to_bytes(module.get_rng_state(at)), lambda state: module.set_rng_state(_to_tensor(state), at), seed
     )
 
@@ -165,7 +174,7 @@ def _is_name(name: object) -> bool:
     return isinstance(name, str) and _NAME.match(name) is not None
 
 
-def _own(name: str, generator: Generator) -> _Stream:
+def _own(name: str, generator: Generator) -> Stream:
     if not _is_name(name):
         raise ConfigError(f"not a generator's name: {name!r}", next_step="use letters, digits, _ and -")
     if isinstance(generator, torch.Generator):
@@ -184,23 +193,23 @@ def _own(name: str, generator: Generator) -> _Stream:
     )
 
 
-def _python(generator: random.Random) -> _Stream:
+def _python(generator: random.Random) -> Stream:
     def set_state(state: Any) -> None:
         _, words, _ = state
         if len(words) != _WORDS:
             raise ValueError(f"{len(words)} words of {_WORDS}")
         generator.setstate(state)
 
-    return _Stream(generator.getstate, set_state, generator.seed)
+    return Stream(generator.getstate, set_state, generator.seed)
 
 
-def _legacy_numpy(generator: np.random.RandomState) -> _Stream:
-    return _Stream(
+def _legacy_numpy(generator: np.random.RandomState) -> Stream:
+    return Stream(
         lambda: generator.get_state(legacy=False), generator.set_state, lambda seed: generator.seed(seed % (1 << 32))
     )
 
 
-def _numpy(generator: np.random.Generator) -> _Stream:
+def _numpy(generator: np.random.Generator) -> Stream:
     bits = generator.bit_generator
 
     def set_state(state: Any) -> None:
@@ -209,11 +218,11 @@ def _numpy(generator: np.random.Generator) -> _Stream:
     def seed(value: int) -> None:
         bits.state = type(bits)(value).state
 
-    return _Stream(lambda: bits.state, set_state, seed)
+    return Stream(lambda: bits.state, set_state, seed)
 
 
-def _torch(generator: torch.Generator) -> _Stream:
-    return _Stream(
+def _torch(generator: torch.Generator) -> Stream:
+    return Stream(
         lambda: _to_bytes(generator.get_state()),
         lambda state: generator.set_state(_to_tensor(state)),
         lambda value: generator.manual_seed(value % (1 << 63)),

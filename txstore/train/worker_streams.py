@@ -1,0 +1,107 @@
+"""`WorkerStreams`: the random numbers that a data loader's workers draw, as part of the loader's state.
+
+The workers of a loader are processes with random streams of their own. No state holds those: the workers of a resumed
+run begin with other streams, and what they draw for the rest of the epoch, as augmentations do, is other than it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
+
+from txstore.errors import ConfigError, StateMismatch
+from txstore.train.python_state import flatten, unflatten
+from txstore.train.rng import Generator, Stream, own_streams, process_streams
+
+log = logging.getLogger(__name__)
+
+
+class WorkerStreams(Dataset[Any]):
+    """A map-style dataset that may draw random numbers, and goes on with them after a resume, bit for bit.
+
+    For a `StatefulDataLoader`, which asks each worker's copy for its state after every batch::
+
+        loader = StatefulDataLoader(WorkerStreams(dataset), batch_size=32, shuffle=True, num_workers=4)
+
+    Kept are the worker's streams of Python, NumPy and torch, generators among the dataset's attributes, and the
+    dataset's own state if it has the two methods. Without workers the streams are those of the training, which
+    `TrainState` saves. The state is of 10 KiB and travels with each batch of a worker.
+
+    Args:
+        dataset: Anything with ``__getitem__`` and ``__len__``. Its other attributes are there as before.
+
+    Raises:
+        ConfigError: It iterates: its own iterator has to have the state.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"a {type(dataset).__name__} is no map-style dataset",
+                next_step="give it, or its iterator, state_dict and load_state_dict, which keep what it draws from",
+            )
+        self.dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        """As the dataset."""
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        """As the dataset."""
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        """Other attributes, such as ``classes`` or ``__getitems__``, are the dataset's."""
+        if name == "dataset":  # not unpickled yet
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The streams of this process, if it is a worker, and what the dataset keeps itself."""
+        streams = {name: stream.get() for name, stream in self._streams().items()}
+        inner = self.dataset.state_dict() if _has_state(self.dataset) else None
+        # Packed: torchdata sends what has changed of a state, and looks at every number for that.
+        return {"streams": flatten(streams, "streams")[0], "dataset": inner}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where the state was taken.
+
+        Raises:
+            StateMismatch: It was taken with other streams: with workers, or without, or of other generators.
+        """
+        saved = unflatten(state_dict["streams"], {})
+        here = self._streams()
+        if here.keys() != saved.keys():
+            raise StateMismatch(
+                f"the random streams of a worker were {sorted(saved)}, and are {sorted(here)}",
+                key="data",
+                next_step="give the dataset the generators that it had, or begin the data anew: fresh={'data'}",
+            )
+        if _has_state(self.dataset):
+            self.dataset.load_state_dict(state_dict["dataset"])
+        for name, stream in here.items():
+            stream.set(saved[name])
+
+    def _streams(self) -> dict[str, Stream]:
+        found = own_streams({name: one for name, one in vars(self.dataset).items() if isinstance(one, Generator)})
+        return found if get_worker_info() is None else process_streams() | found
+
+
+def tell_of_workers(name: str, loader: Any) -> None:
+    """Warn of a loader whose workers may draw random numbers that its state does not hold."""
+    dataset = loader.dataset
+    fixed = isinstance(dataset, IterableDataset | TensorDataset | list | tuple | range)
+    if loader.num_workers and not fixed and not _has_state(dataset):
+        log.warning(
+            "data %r: what its %d workers draw at random, as augmentations do, is not saved, and would be other after a "
+            "resume in the middle of an epoch: give the loader WorkerStreams(dataset)",
+            name,
+            loader.num_workers,
+        )
+
+
+def _has_state(item: Any) -> bool:
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
