@@ -149,7 +149,7 @@ class TxStoreCheckpointManager(CheckpointManager):
         if self.keep_latest_k == 0 or dist.get_rank() != 0:
             return
         try:
-            for decision in sweep.expired(catalog.entries(self._store), keep_last=self.keep_latest_k):
+            for decision in sweep.expired(catalog.entries(self._store, damaged={}), keep_last=self.keep_latest_k):
                 sweep.retire(self._store, decision)
         except TxStoreError as error:
             logger.warning("retention will try again after the next save: %s", error)

@@ -96,7 +96,7 @@ def tell_of_workers(name: str, loader: Any) -> None:
     fixed = isinstance(dataset, IterableDataset | TensorDataset | list | tuple | range)
     if loader.num_workers and not fixed and not _has_state(dataset):
         log.warning(
-            "data %r: what its %d workers draw at random, as augmentations do, is not saved, and would be other after a "
+            "data %r: what its %d workers draw at random, as augmentations do, is not saved, and would differ after a "
             "resume in the middle of an epoch: give the loader WorkerStreams(dataset)",
             name,
             loader.num_workers,
