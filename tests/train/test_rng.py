@@ -13,7 +13,7 @@ import torch
 from txstore.errors import ConfigError, StateMismatch
 from txstore.train.piece import Place
 from txstore.train.python_state import flatten, unflatten
-from txstore.train.rng import capture_streams, reseed_streams, restore_streams
+from txstore.train.rng import _device, capture_streams, reseed_streams, restore_streams
 
 
 @pytest.fixture(autouse=True)
@@ -152,3 +152,21 @@ def test_a_wrong_generator_is_refused() -> None:
         capture_streams({"bits": np.random.MT19937(1)})  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="name"):
         capture_streams({"a.b": np.random.default_rng(1)})
+
+
+def test_seeding_a_device_does_not_make_it_the_current_one() -> None:
+    """A stand-in for ``torch.cuda`` on a host of two devices: there it would make a context on each."""
+
+    class Device:
+        default_generators = (torch.Generator(), torch.Generator())
+
+        def get_rng_state(self, at: int) -> torch.Tensor:
+            return self.default_generators[at].get_state()
+
+    module = Device()
+    stream = _device(module, 1)
+    before = module.get_rng_state(0), stream.get()
+    stream.seed(7)
+    assert module.default_generators[1].initial_seed() == 7
+    assert torch.equal(module.get_rng_state(0), before[0])
+    assert stream.get() != before[1]

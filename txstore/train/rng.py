@@ -162,7 +162,12 @@ def _devices() -> dict[str, Stream]:
 
 def _device(module: Any, at: int) -> Stream:
     def seed(value: int) -> None:
-        with module.device(at):
+        module.get_rng_state(at)  # the generators are made with the first use
+        generators = getattr(module, "default_generators", ())
+        if len(generators) > at:
+            generators[at].manual_seed(value)
+            return
+        with module.device(at):  # on CUDA this would take memory on every device, from every rank
             module.manual_seed(value)
 
     return Stream(
