@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -297,6 +297,62 @@ def test_two_ranks_then_one_then_three_read_every_sample_once() -> None:
     first, second = seen[:epoch], seen[epoch : 2 * epoch]
     assert len(set(first)) == len(set(second)) == epoch
     assert first != second
+
+
+class EpochLoop:
+    """The loop of the README, with dropout, over a plain `DataLoader` without a generator of its own."""
+
+    def __init__(self, seed: int, workers: int = 0) -> None:
+        torch.manual_seed(seed)
+        progress = TrainProgress()
+        self.sampler = ElasticBatchSampler(SAMPLES, BATCH, progress, seed=5)
+        self.loader: Any = DataLoader(range(SAMPLES), batch_sampler=self.sampler, num_workers=workers)
+        self.state = TrainState(nn.Linear(1, 1), data=self.sampler, progress=progress)
+
+    def run(self, epochs: int, save: Callable[[str], object] = lambda _where: None) -> list[Any]:
+        seen: list[Any] = []
+        progress = self.state.progress
+        while progress.epoch < epochs:
+            for batch in self.loader:
+                seen.append((batch.tolist(), torch.rand(1).item()))
+                progress.consumed_samples += BATCH
+                progress.global_step += 1
+                save(f"step {progress.global_step}")
+            progress.epoch += 1
+            save(f"epoch {progress.epoch}")
+        return seen
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("where", ["step 2", "step 6", "epoch 1", "step 8", "step 12", "epoch 2"])
+def test_a_plain_loader_goes_on_in_its_epoch_with_the_same_random_numbers(
+    where: str, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept: dict[str, Any] = {}
+    loop = EpochLoop(1, workers)
+    untouched = loop.run(2, lambda at: kept.update({at: loop.state.capture()}))
+    at = int(kept[where].progress.global_step)
+    after = torch.rand(1).item()
+    resumed = EpochLoop(2, workers)
+    resumed.state.apply(kept[where].state)
+    assert resumed.run(2) == untouched[at:]
+    assert torch.rand(1).item() == after
+    assert len(caplog.messages) == (where in {"step 6", "step 12"})
+
+
+def test_what_a_loop_draws_itself_before_its_first_batch_is_left_to_it() -> None:
+    loop = EpochLoop(1)
+    batches = iter(loop.loader)
+    next(batches)
+    loop.state.progress.consumed_samples += BATCH
+    kept = loop.state.capture()
+    resumed = EpochLoop(2)
+    resumed.state.apply(kept.state)
+    batches = iter(resumed.loader)
+    torch.rand(3)
+    before = torch.get_rng_state()
+    next(batches)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_workers_fetched_ahead_is_not_consumed() -> None:

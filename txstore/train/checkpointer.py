@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
+import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
@@ -299,9 +300,9 @@ class Checkpointer:
         try:
             record = StepRecord(
                 step=progress.global_step,
-                loss=float(loss),
-                grad_norm=None if grad_norm is None else float(grad_norm),
-                update_norm=None if update_norm is None else float(update_norm),
+                loss=_number(loss),
+                grad_norm=None if grad_norm is None else _number(grad_norm),
+                update_norm=None if update_norm is None else _number(update_norm),
                 batch_id=None if batch_id is None else batch_id.encode().decode(),
                 consumed_samples=progress.consumed_samples,
             )
@@ -380,3 +381,8 @@ class Checkpointer:
             raise TransactionStateError("this checkpointer is closed")
         if self._ledger.stuck is not None:
             raise self._ledger.stuck
+
+
+def _number(value: Any) -> float:
+    # A loss that still has its graph is what loops hand over; torch warns of turning one into a number.
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -6,10 +6,12 @@ their number may change. Both count what training has consumed, and not what was
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from txstore.checksum import crc32c
@@ -18,6 +20,8 @@ from txstore.train import loader
 from txstore.train.progress import TrainProgress
 from txstore.train.stateful import Scoped, StatefulPiece, scoped
 from txstore.train.worker_streams import tell_of_workers
+
+log = logging.getLogger(__name__)
 
 _ORDER_CHECKED = 1024
 
@@ -30,8 +34,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
     workers may fetch ahead, and another number of ranks goes on at the same sample. Samples that do not fill a
     last batch of an epoch are left out of it.
 
-    Give the ``DataLoader`` a ``generator=`` of its own: it draws a number for every iterator, and from the global
-    stream a resumed run would draw one more than an untouched run.
+    The first pass after a resume is the rest of the one that was interrupted. At the end of an epoch that is nothing,
+    if ``progress.epoch`` has not counted that epoch yet: count the epochs that have ended.
 
     Args:
         samples: How many samples the data has.
@@ -74,6 +78,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self._seed = seed
         self._shuffle = shuffle
         self._ended_at: int | None = None
+        self._is_resumed = False
+        self._before: torch.Tensor | None = None  # the global stream, before a loader made its iterator
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
@@ -101,16 +107,30 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 "an epoch has ended and progress.consumed_samples has not moved",
                 next_step="add the global batch to it after each batch",
             )
+        if self._is_resumed and self._before is None:
+            self._before = torch.get_rng_state()
         return self._batches(start)
 
     def _batches(self, start: int) -> Iterator[list[int]]:
         epoch, first = divmod(start // self._global_batch, len(self))
+        if self._goes_on(epoch, first) and not first:
+            log.warning("epoch %d had ended when it was saved, and was not counted: its rest is empty", epoch - 1)
+            return
         order = self._order(epoch)
         part = self._global_batch // self._world_size
         for batch in range(first, len(self)):
             at = batch * self._global_batch + self._rank * part
             yield order[at : at + part].tolist()
         self._ended_at = start
+
+    def _goes_on(self, epoch: int, first: int) -> bool:
+        """Whether this pass was begun before the checkpoint; asked when it begins, once."""
+        before, self._before = self._before, None
+        resumed, self._is_resumed = self._is_resumed, False
+        goes_on = resumed and (first > 0 or self._progress.epoch == epoch - 1)
+        if goes_on and before is not None:
+            _take_back(before)
+        return goes_on
 
     def _order(self, epoch: int) -> Any:
         if not self._shuffle:
@@ -149,6 +169,19 @@ class ElasticBatchSampler(Sampler[list[int]]):
             self._progress.consumed_samples = before
             raise StateMismatch(f"the order of the samples is another: {'; '.join(wrong)}", key="data")
         self._ended_at = None
+        self._is_resumed, self._before = True, None
+
+
+def _take_back(before: torch.Tensor) -> None:
+    """Put the global stream back, if all that was drawn is the one number that a ``DataLoader`` draws for an iterator.
+
+    An untouched run drew that when the epoch began: a resumed run would be one draw ahead.
+    """
+    drawn = torch.Generator()
+    drawn.set_state(before)
+    torch.empty((), dtype=torch.int64).random_(generator=drawn)
+    if torch.equal(drawn.get_state(), torch.get_rng_state()):
+        torch.set_rng_state(before)
 
 
 class CursorPiece(StatefulPiece):
