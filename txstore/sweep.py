@@ -20,8 +20,23 @@ from typing import Literal
 
 from txstore.catalog import Entry, newest
 from txstore.decisions import is_retired, read_decision, read_store_format, walk_slots
-from txstore.errors import AlreadyExistsError, CheckpointNotFound, ConfigError, FormatError, NotFoundError
-from txstore.keys import DATA_PREFIX, attempt_prefixes, begin_key, decision_key, parse_attempt, retired_key
+from txstore.errors import (
+    AlreadyExistsError,
+    CheckpointNotFound,
+    ConfigError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+)
+from txstore.keys import (
+    DATA_PREFIX,
+    STORE_KEY,
+    attempt_prefixes,
+    begin_key,
+    decision_key,
+    parse_attempt,
+    retired_key,
+)
 from txstore.manifest import DECISION_MAX_BYTES, Decision, Tombstone, decode_begin, encode, spread_of
 from txstore.retry import RetryingStore
 from txstore.slot_walk import claim_abort
@@ -75,7 +90,7 @@ def sweep(
 
     Raises:
         ConfigError: A grace below the floor.
-        IntegrityError: A decision record is missing.
+        IntegrityError: A decision record is missing, or `txstore.json`: a copy of a store that has not ended.
         UnknownVersion: A record is of a format version that this release does not know.
         StoreError: The store refused.
     """
@@ -84,12 +99,20 @@ def sweep(
             f"a grace of {grace_s:.0f} s is below the floor of {GRACE_FLOOR_S:.0f} s",
             next_step="pass force=True if no save is running",
         )
-    spread = spread_of(read_store_format(store))  # of a layout that this release does not know nothing is deleted
+    layout = read_store_format(store)
+    spread = spread_of(layout)  # of a layout that this release does not know nothing is deleted
     # Candidates first, decisions second: a commit that lands in between is seen (restic, lakeFS).
     found: dict[tuple[str, str], list[ObjectInfo]] = {}
     for info in store.list(DATA_PREFIX):
         if attempt := parse_attempt(info.key):
             found.setdefault(attempt, []).append(info)
+    if found and layout is None:
+        # Data whose decisions are still on their way here looks dead, and may be old: a copy can keep the times.
+        raise IntegrityError(
+            "there is data here, and no txstore.json",
+            key=STORE_KEY,
+            next_step="copy all of the store, txstore.json last, and sweep then",
+        )
     removed: list[Orphan] = []
     for (checkpoint, txn), objects in found.items():
         why = _why_orphan(store, checkpoint, txn)

@@ -382,3 +382,26 @@ def test_retention_takes_nothing_that_a_damaged_record_may_concern():
     ]
     assert [entry.decision.checkpoint for entry in listed if entry.state == "committed"] == ["step-2", "step-3"]
     assert [decision.checkpoint for decision in expired(listed, keep_last=1)] == ["step-2"]
+
+
+def copied(store, *prefixes):
+    """What of a store has arrived at another place, with its times."""
+    there = MemoryStore()
+    there._objects = {key: value for key, value in store._objects.items() if key.startswith(prefixes)}
+    return there
+
+
+@pytest.mark.parametrize("arrived", [(DATA_PREFIX,), (DATA_PREFIX, "retired/", "commits/", "latest.json")])
+def test_a_copy_that_has_not_ended_is_not_swept(arrived):
+    store = ClockedStore()
+    save(store, "step-1", [b"old"])
+    save(store, "step-2", [b"new"])
+    there = copied(store, *arrived)
+    before = dict(there._objects)
+    with pytest.raises(IntegrityError, match=r"no txstore\.json") as raised:
+        sweep(there, clock=lambda: NOW + 365 * DAY, dry_run=False)
+    assert "txstore.json last" in raised.value.next_step
+    assert there._objects == before, "no data deleted, and no abort record made"
+    there._objects |= store._objects
+    assert sweep(there, clock=lambda: NOW + 365 * DAY, dry_run=False) == []
+    assert load(there, newest(there)) == [b"new"]
