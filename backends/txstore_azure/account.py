@@ -174,10 +174,17 @@ def _check_host(host: str) -> str:
     return host.lower().replace(".dfs.", ".blob.", 1)
 
 
+_ACCOUNT_URL_HINT = "for example https://account.blob.core.windows.net"
+
+
 def _split_account_url(url: str) -> tuple[str, str]:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # ValueError: no number, or out of range
+    except ValueError as error:
+        raise ConfigError("not an account URL", next_step=_ACCOUNT_URL_HINT) from error
     if parts.scheme not in {"http", "https"} or not parts.netloc or "@" in parts.netloc or parts.fragment:
-        raise ConfigError("not an account URL", next_step="for example https://account.blob.core.windows.net")
+        raise ConfigError("not an account URL", next_step=_ACCOUNT_URL_HINT)
     endpoint = f"{parts.scheme}://{_check_host(parts.netloc)}{parts.path.rstrip('/')}"
     return endpoint, _check_sas(parts.query) if parts.query else ""
 

@@ -137,6 +137,8 @@ def _classify(status: int, code: str, effect: Effect) -> tuple[type[TxStoreError
     # A success of another kind than expected comes from something else than the service.
     if status in {408, 429} or status >= 500 or 200 <= status < 300:
         return unclear(effect), ""
+    if 300 <= status < 400 and status != 304:
+        return ConfigError, "the endpoint redirects: give its final address in the account URL or connection string"
     return StoreError, ""
 
 

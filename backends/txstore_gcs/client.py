@@ -21,7 +21,7 @@ from requests.adapters import HTTPAdapter
 from txstore.errors import ConfigError
 from txstore.lean_http import SettledEnvironment
 from txstore.request_cap import max_requests, request_slot
-from txstore_gcs.config import GcsConfig
+from txstore_gcs.config import GcsConfig, check_endpoint
 from txstore_gcs.credentials import load
 from txstore_gcs.errors import throttles
 from txstore_gcs.upload import Body
@@ -170,7 +170,9 @@ def _endpoint(config: GcsConfig, credentials: Credentials) -> str:
         sdk = storage.Client(project=config.project, credentials=credentials, client_options=options)
     except ValueError as error:
         raise ConfigError(f"the SDK refuses this configuration: {error}") from error
-    endpoint = str(sdk.api_endpoint).rstrip("/")
+    endpoint = str(sdk.api_endpoint)
     sdk.close()
     # STORAGE_EMULATOR_HOST is often given as host:port, which other SDKs accept.
-    return endpoint if "://" in endpoint else f"http://{endpoint}"
+    endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
+    check_endpoint(endpoint)
+    return endpoint.rstrip("/")

@@ -67,7 +67,7 @@ class GcsConfig:
             )
         self._check_prefix()
         if self.endpoint_url is not None:
-            _check_endpoint(self.endpoint_url)
+            check_endpoint(self.endpoint_url)
         for name in ("project", "quota_project", "user_project"):
             _check_project(name, getattr(self, name))
         for name in ("connect_timeout_s", "read_timeout_s"):
@@ -134,8 +134,13 @@ def _check_count(name: str, value: object, unit: int) -> None:
         raise ConfigError(f"{name} is {value!r}", next_step=f"give a positive multiple of {unit}")
 
 
-def _check_endpoint(value: object) -> None:
-    parts = urlsplit(value) if isinstance(value, str) else None
+def check_endpoint(value: object) -> None:
+    """Raises `ConfigError` for what is no endpoint."""
+    try:
+        parts = urlsplit(value) if isinstance(value, str) else None
+        _ = parts and parts.port  # ValueError: no number, or out of range
+    except ValueError:
+        parts = None
     if parts is None or parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
         raise ConfigError(
             f"not an endpoint: {redact(str(value))!r}",

@@ -19,7 +19,8 @@ from botocore.config import Config
 from botocore.loaders import create_loader
 from botocore.session import Session as CoreSession
 
-from txstore.errors import TxStoreError
+from txstore.errors import ConfigError, TxStoreError
+from txstore.redact import redact_text
 from txstore.request_cap import THROTTLED, max_requests, request_slot
 from txstore_s3.config import S3Config, check_endpoint
 from txstore_s3.errors import EXPIRED, SDK_ERRORS, Call, code_of, translate
@@ -131,6 +132,13 @@ class Clients:
                     slot.throttled()
                 refreshed = code in EXPIRED and self._refreshed(connection.client)
                 raise translate(error, call, refreshed=refreshed) from error
+            except RecursionError:
+                # botocore asks the bucket for its region when it is redirected, and is redirected again.
+                raise ConfigError(
+                    f"{call.operation}: the endpoint redirects every request",
+                    key=call.key,
+                    next_step="give its final address as endpoint_url or AWS_ENDPOINT_URL, https:// included",
+                ) from None
 
     def close(self) -> None:
         """Close the connections; the next request opens new ones."""
@@ -163,8 +171,15 @@ class Clients:
 def _connect(config: S3Config) -> _Connection:
     try:
         return _make(config)
+    except TxStoreError:
+        raise
     except SDK_ERRORS as error:
         raise translate(error, Call("configuration", "")) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"not a usable endpoint: {redact_text(str(error))}",
+            next_step="write endpoint_url or AWS_ENDPOINT_URL as http://host:port or https://host",
+        ) from error
 
 
 def _make(config: S3Config) -> _Connection:

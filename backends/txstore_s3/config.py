@@ -183,15 +183,22 @@ class S3Config:
         return cls(bucket=bucket, prefix=_decode(path), **_known(options or {}))
 
 
+_ENDPOINT_HINT = "give http://host:port or https://host"
+
+
 def check_endpoint(endpoint_url: str) -> None:
     """Refuse what is no endpoint, and the one that is known to ignore conditions.
 
     Raises:
         ConfigError: With what to do.
     """
-    parts = urlsplit(endpoint_url)
+    try:
+        parts = urlsplit(endpoint_url)
+        _ = parts.port  # ValueError: no number, or out of range
+    except ValueError as error:
+        raise ConfigError("endpoint_url is not a URL", next_step=_ENDPOINT_HINT) from error
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ConfigError("endpoint_url is not a URL", next_step="give http://host:port or https://host")
+        raise ConfigError("endpoint_url is not a URL", next_step=_ENDPOINT_HINT)
     if parts.username is not None or parts.query or parts.fragment:
         raise ConfigError("endpoint_url cannot hold credentials, a query or a fragment")
     if parts.hostname == "storage.googleapis.com" or parts.hostname.endswith(".storage.googleapis.com"):

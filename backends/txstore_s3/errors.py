@@ -62,7 +62,7 @@ class UploadGoneError(StoreError):
 
 
 _CREDENTIALS_HINT = "check the access key, the secret, and the profile"
-_REGION_HINT = "set option region (or AWS_REGION) to the bucket's region"
+_REGION_HINT = "set option region (or AWS_REGION) to the bucket's region, or endpoint_url to the final address"
 _BUCKET_HINT = "create the bucket first, or correct its name: txstore never creates one"
 _DENIED_HINT = (
     "grant s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload and ListBucket;"
@@ -109,6 +109,7 @@ _BY_STATUS: dict[int, tuple[_Kind, str]] = {
     301: (ConfigError, _REGION_HINT),
     302: (ConfigError, _REGION_HINT),
     307: (ConfigError, _REGION_HINT),
+    308: (ConfigError, _REGION_HINT),
     400: (StoreError, ""),
     401: (AccessDeniedError, _CREDENTIALS_HINT),
     403: (AccessDeniedError, _DENIED_HINT),

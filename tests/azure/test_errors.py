@@ -57,7 +57,7 @@ def status(number, code="", effect=Effect.NONE, **headers):
         (412, "ConditionNotMet", Effect.CREATE, AlreadyExistsError),
         (412, "ConditionNotMet", Effect.NONE, TransientError),
         (413, "RequestBodyTooLarge", Effect.NONE, StoreError),
-        (307, "", Effect.CREATE, StoreError),
+        (307, "", Effect.CREATE, ConfigError),
         (501, "", Effect.CREATE, CapabilityError),
         *((number, "", Effect.NONE, TransientError) for number in (408, 429, 500, 502, 503, 504)),
         *((number, "", Effect.WRITE, OutcomeUnknownError) for number in (408, 429, 500, 502, 503, 504)),

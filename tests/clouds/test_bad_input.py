@@ -107,3 +107,36 @@ def test_an_endpoint_that_nobody_listens_at(place: Place) -> None:
         for call in verbs(store).values():
             with pytest.raises(TransientError):  # never "unknown": nothing was sent
                 call()
+
+
+ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST"}
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:9000", "notaurl", "http://", "http://a b", "http://[::1", "http://h:99999", "http://h:x"]
+)
+@pytest.mark.parametrize("how", ["environment", "option"])
+def test_an_endpoint_that_is_none(places: list[Place], endpoint: str, how: str, monkeypatch) -> None:
+    for place in places:
+        scheme = place.url.partition(":")[0]
+        options = dict(place.options_by(endpoint))
+        if how == "environment" and scheme == "az":
+            options = {"connection_string": f"AccountName=a;AccountKey=eA==;BlobEndpoint={endpoint}"}
+        elif how == "environment":
+            monkeypatch.setenv(ENDPOINTS[scheme], endpoint)
+            options.pop("endpoint_url", None)
+        if scheme == "gs" and how == "environment" and "://" not in endpoint:
+            continue  # the SDK takes host:port there
+        with pytest.raises(ConfigError), open_store(place.url, **options) as store:
+            store.head("x")
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_an_endpoint_that_redirects_everything(proxy: LostReplyProxy, place: Place, status: int) -> None:
+    where = {"Location": "https://sso.example.test/login"}
+    proxy.add(Rule(forward="never", reply=Answer(status, headers=where), times=None))
+    with open_store(place.url, **place.options_by(proxy.url)) as store:
+        for name, verb in verbs(store).items():
+            with pytest.raises(ConfigError) as caught:
+                verb()
+            assert "address" in caught.value.next_step or "endpoint" in caught.value.next_step, name
