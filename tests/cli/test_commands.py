@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from txstore.catalog import find, newest
 from txstore.cli import outcome
 from txstore.cli.outcome import DAMAGED, NOT_FOUND, OK, STORE, UNEXPECTED, USAGE
 from txstore.decisions import read_manifest
-from txstore.errors import TransientError
+from txstore.errors import IntegrityError, TransientError
 from txstore.keys import decision_key
 from txstore.manifest import Description, Progress
 from txstore.memory import MemoryStore
@@ -318,6 +319,18 @@ def test_ls_says_of_a_commit_below_a_damaged_record_that_it_does_not_know(cli, s
         ("missing", "commits/step-1.0.json"),
         ("format", "commits/step-1.1.json"),
     ]
+
+
+def test_ls_says_what_a_missing_record_stops(cli, store: Store, root: Path, url: str) -> None:
+    commit_sample(store, "step-1")
+    decision = commit_sample(store, "step-1", overwrite=True)
+    (root / decision_key("step-1", 0)).unlink()
+    (problem,) = cli("ls", url, "--json").json["problems"]
+    assert "loaded neither by name nor saved again; a load of the newest takes" in problem["next_step"]
+    assert newest(store) == decision
+    for refused in (lambda: find(store, "step-1"), lambda: commit_sample(store, "step-1", overwrite=True)):
+        with pytest.raises(IntegrityError):
+            refused()
 
 
 def test_a_decision_that_flips_into_another_txn_is_found_by_its_manifest(cli, store, root: Path, url) -> None:

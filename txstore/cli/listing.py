@@ -70,12 +70,18 @@ def _problem(found: list[Entry], name: SlotName, error: TxStoreError) -> dict[st
         entry.decision.checkpoint == name.checkpoint and entry.decision.slot > name.slot and entry.state == "committed"
         for entry in found
     )
-    next_step = (
-        f"a later slot of {name.checkpoint} stands, and readers take that one; what this record named is kept"
-        if stands
-        else f"restore the record from a copy of the store, or save {name.checkpoint} again with overwrite=True"
-    )
     kind = "missing" if isinstance(error, IntegrityError) else "format"
+    restore = "restore the record from a copy of the store"
+    if kind == "missing":  # the slot walk stops there: to pass a free slot could hide a commit
+        next_step = f"{restore}: until then {name.checkpoint} is loaded neither by name nor saved again"
+        if stands:
+            next_step += "; a load of the newest takes its later slot"
+    else:
+        next_step = (
+            f"a later slot of {name.checkpoint} stands, and readers take that one; what this record named is kept"
+            if stands
+            else f"{restore}, or save {name.checkpoint} again with overwrite=True"
+        )
     key = decision_key(name.checkpoint, name.slot)
     return {"kind": kind, "key": key, "what": error.message, "next_step": next_step}
 
