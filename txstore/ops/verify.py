@@ -356,7 +356,7 @@ class _Run:
             whole = count == stop - start
             self._observe(key, count, check.feed(start, window) if whole else 0)
             if not whole:
-                return [problem("size", key, f"the object ends at {start + count}, {size} bytes were committed")]
+                return [problem("size", key, f"the object has at most {start + count} bytes, {size} were committed")]
         return [problem(found.kind, key, found.what) for found in check.findings(whole=self.depth == "full")]
 
     def _lost(self, key: str, error: StoreError) -> None:

@@ -102,7 +102,9 @@ class BlockReader:
         except NotFoundError as error:
             raise gone(self._store, self._decision, file.key) from error
         if count != buffer.nbytes:
-            raise IntegrityError(f"the object ends at {start + count}, {file.size} bytes were committed", key=file.key)
+            raise IntegrityError(
+                f"the object has at most {start + count} bytes, {file.size} were committed", key=file.key
+            )
         with self._lock:
             self.bytes_read += count
         verify_blocks(file, start, buffer)
