@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 from txstore.decisions import is_retired, read_decision, walk_slots
 from txstore.errors import (
+    AlreadyCommitted,
     AlreadyExistsError,
     CommitUnknown,
     FormatError,
@@ -21,7 +22,11 @@ from txstore.errors import (
 )
 from txstore.keys import check_checkpoint, check_txn, decision_key, step_of
 from txstore.manifest import Decision, encode, seal
+from txstore.redact import printable
 from txstore.store import Store
+
+TWO_JOBS = "if that process (host:pid) still runs and is another job's, two jobs share this store: end one of them"
+"""What comes before any other advice about a checkpoint that stands: `overwrite` would let two runs mix."""
 
 
 def default_writer() -> str:
@@ -34,21 +39,31 @@ def stood_before(store: Store, checkpoint: str, *, overwrite: bool) -> tuple[fro
 
     A damaged record may be a commit: without `overwrite` it is refused like one. With it the slot is passed: whatever
     it was, it was written before this transaction had an id, so it is no abort of it.
+
+    Raises:
+        AlreadyCommitted: One stands, and `overwrite` is False. Names who wrote it: it may be another job.
+        FormatError: A record is damaged, and `overwrite` is False.
     """
     damaged: dict[int, FormatError] = {}
     try:
-        stood = frozenset(
-            decision.txn
+        stood = [
+            decision
             for decision in walk_slots(store, checkpoint, damaged=damaged if overwrite else None)
             if decision.kind == "commit" and not is_retired(store, decision)
-        )
+        ]
     except FormatError as error:
         error.next_step = error.next_step or (
             "restore the record from a copy of the store, save under another name, or pass overwrite=True: "
             "the damaged slot stays as it is, and the next one is taken"
         )
         raise
-    return stood, frozenset(damaged)
+    if stood and not overwrite:
+        raise AlreadyCommitted(
+            f"checkpoint {checkpoint} is already committed, by {printable(stood[-1].writer)}",
+            key=checkpoint,
+            next_step=f"{TWO_JOBS}; else choose another name, or pass overwrite=True, which takes the next slot",
+        )
+    return frozenset(decision.txn for decision in stood), frozenset(damaged)
 
 
 def claim(

@@ -17,7 +17,6 @@ from txstore.checksum import combine_blocks, sha256_hex
 from txstore.decisions import is_retired, walk_slots
 from txstore.errors import (
     Aborted,
-    AlreadyCommitted,
     Conflict,
     IntegrityError,
     NotFoundError,
@@ -141,12 +140,6 @@ def begin(
     warn_of_no_step(check_checkpoint(checkpoint))
     layout = ensure_store(store, known)
     stood, damaged = stood_before(store, checkpoint, overwrite=overwrite)
-    if stood and not overwrite:
-        raise AlreadyCommitted(
-            f"checkpoint {checkpoint} is already committed",
-            key=checkpoint,
-            next_step="choose another name, or pass overwrite=True to commit it again in the next slot",
-        )
     ticket = Ticket(store.url, checkpoint, new_txn(), spread_of(layout))
     who = writer if writer is not None else default_writer()
     record = Begin(

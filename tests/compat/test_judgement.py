@@ -240,6 +240,8 @@ def test_what_nobody_records_is_noted() -> None:
     assert judgement.allowed
     assert any("fingerprint" in note and "tokenizer" in note for note in judgement.notes)
     assert any("topology dp, tp, pp, zero, fsdp, world" in note for note in judgement.notes)
+    for where in ("fingerprints", "topology"):
+        assert any(note.endswith(f"; Description({where}=...) records it") for note in judgement.notes)
     assert any("layouts" in note for note in judgement.notes)
 
 

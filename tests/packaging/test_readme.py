@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
-from txstore import errors, train
+from txstore import errors, open_store, train
+from txstore.catalog import entries
+from txstore.transaction import begin
 
 CHECKOUT = Path(__file__).parents[2]
 README = (CHECKOUT / "README.md").read_text()
@@ -26,14 +31,18 @@ def test_the_first_two_commands() -> None:
 def test_the_example_runs(tmp_path: Path) -> None:
     block = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert block
-    assert len([line for line in block[1].splitlines() if line]) <= 5
+    assert len([line for line in block[1].splitlines() if line]) <= 7
     example = block[1].replace("file:///checkpoints/run-1", (tmp_path / "store").as_uri())
     assert example != block[1]
-    setup = "import torch, warnings; warnings.simplefilter('ignore')\nstate = {'weight': torch.arange(6.0)}\n"
-    example = example.replace("dcp.load(", "state['weight'].zero_()\ndcp.load(")
+    setup = "import warnings; warnings.simplefilter('ignore')\n"
+    zeroed = example.replace("dcp.load(", "state['weight'].zero_()\ndcp.load(")
     check = "assert state['weight'].tolist() == [0, 1, 2, 3, 4, 5], state\n"
+    twice = (
+        f"try: exec({example!r})\nexcept BaseException as error: assert 'AlreadyCommitted' in str(error), error\n"
+        "else: raise SystemExit('the second run overwrote')\n"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", setup + example + check], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", setup + zeroed + check + twice], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -86,52 +95,59 @@ TRAINING = """
 import io, warnings
 from contextlib import redirect_stdout
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
+from txstore.errors import Incompatible
 
 warnings.simplefilter("ignore")
 
-def run(seed):
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=300)
-    samples = torch.utils.data.TensorDataset(torch.linspace(0, 1, 240)[:, None], torch.full((240, 1), 3.0))
-    loader = StatefulDataLoader(samples, batch_size=2, shuffle=True)
-
-    def train_step(x, y):
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        return loss.item()
-
-    told = io.StringIO()
+def run(seed, dropout="0.2"):
+    pasted = BEFORE.replace("manual_seed(7)", f"manual_seed({seed})").replace('"dropout": 0.2', f'"dropout": {dropout}')
+    told, names = io.StringIO(), {}
     with redirect_stdout(told):
-        exec(SNIPPET, {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "train_step": train_step})
-    return told.getvalue(), [parameter.detach().clone() for parameter in model.parameters()]
+        exec(pasted + SNIPPET, names)
+    return told.getvalue(), [parameter.detach().clone() for parameter in names["model"].parameters()]
 
 first, second = run(1), run(2)
 assert "a fresh start" in first[0], first[0]
 assert "resumed step-200" in second[0], second[0]
 assert all(map(torch.equal, first[1], second[1])), "the resumed run went another way"
+try:
+    run(3, dropout="0.3")
+except Incompatible as error:
+    assert "fingerprint model_config" in str(error), error
+else:
+    raise SystemExit("another dropout was taken")
 """
 
 
 def test_the_training_loop_runs_and_goes_on_where_it_stood(tmp_path: Path) -> None:
-    block = re.search(r"## Training loop.*?```python\n(.*?)```", README, re.DOTALL)
-    assert block
-    assert len([line for line in block[1].splitlines() if line]) <= 13
-    snippet = block[1].replace("file:///checkpoints/run-2", (tmp_path / "store").as_uri())
-    assert snippet != block[1]
+    blocks = re.findall(r"```python\n(.*?)```", README.partition("## Training loop")[2], re.DOTALL)
+    loop, before = blocks[:2]
+    assert len([line for line in loop.splitlines() if line]) <= 19
+    snippet = loop.replace("file:///checkpoints/run-2", (tmp_path / "store").as_uri())
+    assert snippet != loop
     done = subprocess.run(
-        [sys.executable, "-c", f"SNIPPET = {snippet!r}\n{TRAINING}"],
+        [sys.executable, "-c", f"BEFORE = {before!r}\nSNIPPET = {snippet!r}\n{TRAINING}"],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_answer_to_an_unknown_commit_runs_when_the_process_is_gone(tmp_path: Path) -> None:
+    block = re.search(r"- \*\*`CommitUnknown`.*?```python\n(.*?)```", README, re.DOTALL)
+    assert block
+    url = (tmp_path / "store").as_uri()
+    with open_store(url) as store:
+        txn = begin(store, "step-100", world_size=1).ticket.txn
+    snippet = dedent(block[1]).replace("file:///checkpoints/run-1", url)
+    told = io.StringIO()
+    with redirect_stdout(told):
+        exec(snippet, {"txn": txn})
+    assert told.getvalue() == "abort\n"
+    with open_store(url) as store:
+        assert [entry.decision.kind for entry in entries(store)] == ["abort"]
 
 
 def test_every_command_exists_and_none_is_left_out() -> None:

@@ -197,9 +197,9 @@ def test_settings_that_changed_in_the_code_are_told_and_lose(store_url: str) -> 
         changed.progress.global_step = 1
         saves.save()
     assert sorted(told(report)) == [
-        "state optimizer 0 betas, as the code sets it, in groups 0-3: saved (0.9, 0.999), now (0.8, 0.9)",
-        "state optimizer 0 lr, as the code sets it, in groups 0-3: saved 0.1, now 0.2",
-        "state optimizer 0 weight_decay, as the code sets it, in groups 0-3: saved 0.01, now 0.5",
+        "state optimizer 0 betas, as the code sets it, in groups 0-3: saved (0.9, 0.999), now (0.8, 0.9); the saved one is in force",
+        "state optimizer 0 lr, as the code sets it, in groups 0-3: saved 0.1, now 0.2; the saved one is in force",
+        "state optimizer 0 weight_decay, as the code sets it, in groups 0-3: saved 0.01, now 0.5; the saved one is in force",
     ]
     assert changed._optimizers._optimizers[0].param_groups[0]["lr"] == 0.1
     assert len(told(resume(make(groups=4, lr=0.2, weight_decay=0.5, betas=(0.8, 0.9)), store_url))) == 3, "still so"
@@ -221,7 +221,7 @@ def test_a_changed_rate_is_told_once_and_as_the_code_has_it_whatever_the_schedul
     save(make(warm_up), store_url)
     changed = make(warm_up, lr=0.2)
     assert told(resume(changed, store_url)) == [
-        "state optimizer 0 lr, as the code sets it, in group 0: saved 0.1, now 0.2"
+        "state optimizer 0 lr, as the code sets it, in group 0: saved 0.1, now 0.2; the saved one is in force"
     ]
 
 
@@ -294,8 +294,8 @@ def test_settings_of_a_schedule_and_a_scaler_that_changed_in_the_code_are_told(s
 
     save(state(100, 5), store_url)
     assert told(resume(state(200, 6), store_url)) == [
-        "state scheduler '0' T_max, as the code sets it: saved 100, now 200",
-        "state scaler '0' growth_interval, as the code sets it: saved 5, now 6",
+        "state scheduler '0' T_max, as the code sets it: saved 100, now 200; the saved one is in force",
+        "state scaler '0' growth_interval, as the code sets it: saved 5, now 6; the saved one is in force",
     ]
 
 

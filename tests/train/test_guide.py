@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch.utils.data
+from torch.optim import lr_scheduler as rates
 
 from txstore import errors, train
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.resume import Resume
+from txstore.train.state import TrainState
 
 ROOT = Path(__file__).parents[2]
-GUIDE = re.sub(
-    r"```.*?```", "", (ROOT / "docs" / "guides" / "training.md").read_text(encoding="utf-8"), flags=re.DOTALL
-)
+TEXT = (ROOT / "docs" / "guides" / "training.md").read_text(encoding="utf-8")
+GUIDE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
 NAMED = set(re.findall(r"`([A-Za-z_]+)`", GUIDE))
 
 
@@ -45,3 +49,70 @@ def test_every_error_that_is_documented_has_a_row() -> None:
     assert len(raised) > 8
     rows = re.findall(r"^\| (`.*?) \|", GUIDE.partition("## When it raises")[2], re.MULTILINE)
     assert raised <= set(re.findall(r"`(\w+)`", " ".join(rows)))
+
+
+OLD, NEW = 0.1, 0.03
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, float], Any]] = {
+    "StepLR": lambda o, _: rates.StepLR(o, 3),
+    "ExponentialLR": lambda o, _: rates.ExponentialLR(o, 0.9),
+    "CosineAnnealingLR": lambda o, _: rates.CosineAnnealingLR(o, 30),
+    "OneCycleLR": lambda o, rate: rates.OneCycleLR(o, max_lr=rate, total_steps=30),
+    "LambdaLR": lambda o, _: rates.LambdaLR(o, lambda step: 0.95**step),
+    "SequentialLR": lambda o, _: rates.SequentialLR(
+        o, [rates.LinearLR(o, 0.1, total_iters=9), rates.CosineAnnealingLR(o, 30)], [9]
+    ),
+    "ChainedScheduler": lambda o, _: rates.ChainedScheduler(
+        [rates.LinearLR(o, 0.1, total_iters=9), rates.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o, _: rates.ReduceLROnPlateau(o, patience=1),
+}
+
+
+class Curve:
+    """A run with a schedule; two groups, the second of twice the rate."""
+
+    def __init__(self, name: str, rate: float) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(1, 1)
+        groups = [{"params": [self.model.weight]}, {"params": [self.model.bias], "lr": 2 * rate}]
+        self.optimizer = torch.optim.AdamW(groups, lr=rate)
+        self.scheduler = SCHEDULES[name](self.optimizer, rate)
+        self.state = TrainState(self.model, self.optimizer, schedulers=self.scheduler)
+
+    def rates(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def train(self, steps: int) -> list[list[float]]:
+        told = []
+        for _ in range(steps):
+            self.optimizer.step()
+            self.scheduler.step(*([1.0] if isinstance(self.scheduler, rates.ReduceLROnPlateau) else []))
+            self.state.progress.global_step += 1
+            told.append(self.rates())
+        return told
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_new_learning_rate_is_that_of_a_run_that_had_it_all_along(name: str, store_url: str) -> None:
+    """What the guide says of a changed rate, carried out at each of two resumes: the whole curve is the new one."""
+    (recipe,) = re.findall(r"To use the new one,.*?```python\n(.*?)```", TEXT, re.DOTALL)
+    (once,) = re.findall(r"`(group\[\"lr\"\] \*= new / old)`", TEXT)
+    told = Curve(name, NEW).train(24)
+    with Checkpointer(store_url, (first := Curve(name, OLD)).state) as saves:
+        saves.resume()
+        first.train(7)
+        saves.save()
+    for begin in (7, 12):
+        run = Curve(name, NEW)
+        with Checkpointer(store_url, run.state) as saves:
+            names = {"optimizer": run.optimizer, "scheduler": run.scheduler, "saves": saves}
+            if name != "ReduceLROnPlateau":
+                exec(recipe, names)
+            else:
+                saves.resume()
+                for group in run.optimizer.param_groups if begin == 7 else ():
+                    exec(once, {"group": group, "new": NEW, "old": OLD})
+            assert run.state.progress.global_step == begin
+            found = [run.rates(), *run.train(5)]
+            assert torch.allclose(torch.tensor(found), torch.tensor(told[begin - 1 : begin + 5]), rtol=1e-5, atol=0)
+            saves.save()

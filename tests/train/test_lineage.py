@@ -29,7 +29,7 @@ from txstore.errors import (
 from txstore.registry import open_store
 from txstore.retry import RetryPolicy
 from txstore.root import ensure_store
-from txstore.slot_walk import claim_abort
+from txstore.slot_walk import TWO_JOBS, claim_abort, default_writer
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.resume import ResumeOptions
 
@@ -209,8 +209,10 @@ def test_a_step_that_was_saved_before_is_refused_and_says_why(store_url: str) ->
     with Checkpointer(store_url, at(0).state) as saves:
         saves.resume()
         saves.save()
-        with pytest.raises(AlreadyCommitted, match="this run saved or resumed this step before"):
+        with pytest.raises(AlreadyCommitted, match="this run saved or resumed this step before") as refused:
             saves.wait()
+    assert default_writer() in refused.value.message
+    assert refused.value.next_step.startswith(TWO_JOBS)
 
 
 # a store that goes away

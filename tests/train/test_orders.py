@@ -427,7 +427,7 @@ def test_a_number_of_a_sampler_that_the_code_changed_is_told_and_loses(store_url
     changed = Windowed(5)
     with Checkpointer(store_url, TrainState(nn.Linear(1, 1), data=loader(changed))) as saves:
         notes = [note for note in saves.resume().notes if "window" in note]
-    assert notes == ["state data '0' sampler.window, as the code sets it: saved 4, now 5"]
+    assert notes == ["state data '0' sampler.window, as the code sets it: saved 4, now 5; the saved one is in force"]
     assert changed.window == 4
 
 

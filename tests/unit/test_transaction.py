@@ -30,7 +30,7 @@ from txstore.errors import (
 from txstore.keys import LATEST_KEY, begin_key, decision_key
 from txstore.manifest import Description, Progress, decode_begin, decode_pointer
 from txstore.memory import MemoryStore
-from txstore.slot_walk import claim_abort, resolve
+from txstore.slot_walk import TWO_JOBS, claim_abort, resolve
 from txstore.store import BytesSource, ObjectInfo
 from txstore.testing.faults import FaultyStore
 from txstore.testing.invariants import check_content
@@ -96,8 +96,10 @@ def test_a_name_whose_number_is_no_step_is_told_before_the_save(names, told, sto
 
 def test_a_standing_checkpoint_needs_overwrite(store):
     first = save(store, "step-1", [b"one"])
-    with pytest.raises(AlreadyCommitted):
+    with pytest.raises(AlreadyCommitted) as refused:
         begin(store, "step-1", world_size=1)
+    assert first.writer in refused.value.message
+    assert refused.value.next_step.startswith(TWO_JOBS), "before overwrite, which would let two runs mix"
     second = save(store, "step-1", [b"two"], overwrite=True)
     assert second.slot == 1
     assert load(store, first) == [b"one"], "the old one stays readable"

@@ -68,7 +68,7 @@ class Judgement:
     @property
     def notes(self) -> tuple[str, ...]:
         """What blocks nothing and should be known."""
-        return (*(str(one) for one in self.differences if one.verdict == "noted"), *self.remarks)
+        return (*(_told(one) for one in self.differences if one.verdict == "noted"), *self.remarks)
 
     def to_dict(self) -> dict[str, object]:
         """JSON form."""
@@ -254,6 +254,10 @@ def _by_matrix(found: list[Difference], saved: Sizes, today: Sizes, matrix: Matr
     return [replace(one, next_step=step) if one in changed else one for one in found], entry
 
 
+def _told(noted: Difference) -> str:
+    return f"{noted}; {noted.by}" if noted.by else str(noted)
+
+
 def _near_misses(migrated: Migrated) -> list[str]:
     missing, unexpected = ([one.name for one in migrated.left if one.kind == kind] for kind in _UNPAIRED)
     return near_misses(missing, unexpected) if missing and unexpected else []
@@ -271,12 +275,18 @@ def _remarks(saved: Description, today: Description) -> list[str]:
     remarks = []
     silent = [name for name in RECOVERY_POINT if name not in saved.fingerprints and name not in today.fingerprints]
     if silent:
-        remarks.append(f"not compared, since neither side records it: fingerprint {', '.join(silent)}")
+        remarks.append(_not_compared("fingerprint", silent, "fingerprints"))
     known = with_world(saved.topology).keys() | with_world(today.topology).keys()
     sizes = [name for name in FIELDS if name not in known]
     if sizes:
-        remarks.append(f"not compared, since neither side records it: topology {', '.join(sizes)}")
+        remarks.append(_not_compared("topology", sizes, "topology"))
     return remarks
+
+
+def _not_compared(what: str, names: Sequence[str], where: str) -> str:
+    return (
+        f"not compared, since neither side records it: {what} {', '.join(names)}; Description({where}=...) records it"
+    )
 
 
 def _in_vain(accept: Collection[str], found: Iterable[Difference], idle: Iterable[Migration]) -> list[str]:

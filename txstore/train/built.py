@@ -76,7 +76,14 @@ def as_text(value: Any) -> str | None:
 def compare_built(what: str, saved: Mapping[str, str], now: Mapping[str, str]) -> list[Difference]:
     """What the code chooses in another way than the code that saved. The saved values win, so each is told."""
     return [
-        Difference("state", f"{what} {name}, as the code sets it", saved.get(name), now.get(name), verdict="noted")
+        Difference(
+            "state",
+            f"{what} {name}, as the code sets it",
+            saved.get(name),
+            now.get(name),
+            verdict="noted",
+            by="the saved one is in force",
+        )
         for name in sorted(saved.keys() & now.keys())
         if saved[name] != now[name]
     ]

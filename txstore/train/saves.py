@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from txstore.dcp.writer import StorageWriter
 from txstore.errors import AlreadyCommitted, CommitUnknown, LoadError, SaveError, TxStoreError, describe
 from txstore.manifest import Decision
+from txstore.slot_walk import TWO_JOBS
 from txstore.train import exit_guard
 from txstore.train.exchange import Exchange, typed
 from txstore.train.fate import give_up, with_fates
@@ -117,7 +118,7 @@ class BackgroundSaves:
             request.error = agreed
             if isinstance(agreed, AlreadyCommitted):
                 agreed.message += ": this run saved or resumed this step before, or another run shares its root"
-                agreed.next_step = UNMOVED
+                agreed.next_step = f"{TWO_JOBS}; else, {UNMOVED}"
             return None
 
     def _alone(self, request: Request, error: TxStoreError | None, broken: TxStoreError) -> Decision | None:
