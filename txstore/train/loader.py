@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from txstore.errors import ConfigError, StateMismatch, UnsupportedValue
 from txstore.train.iterated import why_not_again as why_no_dataset
-from txstore.train.rehearsal import Places, gives_its_state, places, put_back, why_not_again
+from txstore.train.rehearsal import MOVES, Places, gives_its_state, places, put_back, why_not_again
 
 _SETTINGS = ("num_workers", "batch_size", "drop_last")
 _ORDER = ("batch_size", "drop_last", "num_replicas", "replacement", "seed", "shuffle")
@@ -184,7 +184,7 @@ def refuse_unrepeatable(name: str, item: Any) -> None:
         raise ConfigError(
             f"data {name!r} reads in the order of a {_told(sampler)}, which {why}: a resumed run would go on in "
             "another order",
-            next_step=_next_step(sampler),
+            next_step=_next_step(sampler, is_moved=why.startswith(MOVES)),
         )
 
 
@@ -308,18 +308,18 @@ def _told(sampler: Any) -> str:
     return name if inner is None else f"{name} of a {_told(inner)}"
 
 
-def _next_step(sampler: Any) -> str:
+def _next_step(sampler: Any, *, is_moved: bool) -> str:
     """For the sampler that gives the indices."""
     inner = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
     keeps = _has_state(inner) or isinstance(inner, ReplayedSampler) or _keeps_inner_state(inner, "RandomSampler")
     if keeps:
         return f"pass the {type(inner).__name__} as sampler= with batch_size=: then the loader asks it for its state"
     if inner is not None:
-        return _next_step(inner)
+        return _next_step(inner, is_moved=is_moved)
     known = _NEXT_STEPS.get(type(sampler).__name__) if type(sampler).__module__.startswith("torch.") else None
-    own = (
-        f"{_METHODS}, or draw its order from a torch.Generator and wrap it in ReplayedSampler, or seed it by its epoch"
-    )
+    # A generator would not hold what it moves.
+    replayed = "" if is_moved else ", or draw its order from a torch.Generator and wrap it in ReplayedSampler"
+    own = f"{_METHODS}{replayed}, or let its order follow from a seed and the epoch that set_epoch sets"
     return f"{known or own}; {_VOUCH}"
 
 

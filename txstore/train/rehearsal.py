@@ -4,10 +4,12 @@ A loader's state says how many indices of an epoch were drawn. A sampler that ha
 resume, and as many are skipped: right if its order follows from its attributes, and another order in silence if it was
 drawn from random numbers whose state at the begin of the epoch nobody has kept. What a sampler does is found out and
 not guessed from its class: a copy is asked, the attributes are put back, all random streams are moved, and it is asked
-again. Attributes that others move between epochs, such as ``epoch``, are state: see `places`.
+again. Attributes that others move between epochs, such as ``epoch``, are state: see `places`. What it moves itself
+must be such a number, or stand after each order as after the one before: else a resume would begin elsewhere.
 
-Not noticed: what is drawn only after `MOST_ASKED` indices; a list that others shuffle between epochs, but by
-``set_epoch``; an order that follows from something outside the sampler, such as a global variable.
+Not noticed: what is drawn or moved only after `MOST_ASKED` indices, or only in later epochs; a list that others shuffle
+or replace between epochs, but by ``set_epoch``, such as weights; an order that follows from something outside the
+sampler, such as a global variable.
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from torch.utils.data import Sampler
 
 from txstore.errors import describe
+from txstore.train.contents import digest_of, of_class
 from txstore.train.piece import Place
 from txstore.train.python_state import flatten
 from txstore.train.rng import Generator, Streams, capture_streams, reseed_streams, restore_streams
@@ -32,8 +34,11 @@ from txstore.train.rng import Generator, Streams, capture_streams, reseed_stream
 MOST_ASKED = 100_000
 """Indices, or batches of them, that a sampler is asked for. A longer order is judged by its begin."""
 
-_SCALARS = (bool, int, float, str, type(None))
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator)
+DRAWS, MOVES = "draws its order from random numbers", "moves its own"
+"""How `why_not_again` begins where it knows what a sampler does: the one needs a generator, the other a state."""
+
+_NUMBERS = frozenset({bool, int, float, type(None), np.bool_, np.int32, np.int64, np.float32, np.float64})
+_SCALARS = _NUMBERS | {str}
 _PLAIN = (list, tuple, range, torch.Tensor, np.ndarray)
 
 Places = dict[str, dict[str, Any]]
@@ -45,7 +50,10 @@ def places(sampler: object) -> Places:
 
 
 def put_back(sampler: object, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set attributes as `places` told them; an epoch by its method, which may do more."""
+    """Set attributes as `places` told them; an epoch by its method, which may do more.
+
+    A number that was the class's when they were told, as ``calls`` is before ``self.calls += 1``, is the class's again.
+    """
     parts = dict(_parts(sampler))
     for path, values in found.items():
         part = parts.get(path)
@@ -54,6 +62,9 @@ def put_back(sampler: object, found: Mapping[str, Mapping[str, Any]]) -> None:
             if "epoch" in values and callable(set_epoch):
                 set_epoch(values["epoch"])
             vars(part).update(values)
+            for name in _scalars(part).keys() - values.keys():
+                if hasattr(type(part), name):
+                    delattr(part, name)
 
 
 def why_not_again(sampler: Any, *, fetched_ahead: bool, drawn_from: torch.Generator | None = None) -> str:
@@ -110,31 +121,39 @@ def _ask_twice(
     fetched_ahead: bool,
 ) -> str:
     began = None if drawn_from is None else drawn_from.get_state()
-    made, streams = places(twin), [_stand(generators)]
+    made, held, streams = places(twin), [_held(twin, generators)], [_stand(generators)]
     first = _order(iter(twin), MOST_ASKED)
+    held.append(_held(twin, generators))
     streams.append(_stand(generators))
+    made = _still_numbers(made, places(twin))
     put_back(twin, made)
     if drawn_from is not None and began is not None:
         drawn_from.set_state(began)
     reseed_streams(before, Place(1, 2), generators)
     streams.append(_stand(generators))
-    indices = iter(twin)
+    made, indices = places(twin), iter(twin)
     second = _order(indices, first[1])
     at_last = places(twin)
     is_over = first[1] == MOST_ASKED or next(indices, None) is None
-    streams.append(_stand(generators))
-    drawn = _drawn(*streams)
-    if first != second or not is_over or drawn:
-        own = f" ({', '.join(drawn)})" if drawn else ""
-        return f"draws its order from random numbers{own}, and nobody keeps how they stood when an epoch began"
     at_end = places(twin)
+    streams.append(_stand(generators))
+    held.append(_held(twin, generators))
+    drawn, is_same = _drawn(*streams), first == second and is_over
+    if drawn:
+        return f"{DRAWS} ({', '.join(drawn)}), and nobody keeps how they stood when an epoch began"
+    # What was filled by the first order, and then stands, is filled again at a resume.
+    moved = _moved(held[1], held[2]) or ("" if is_same else _moved(held[0], held[1]))
+    if moved:
+        return f"{MOVES} {moved}, which is no number that is saved"
+    if not is_same:
+        return "gives another order when it is asked again, by random numbers or a state that none of its attributes is"
     if at_end != at_last and fetched_ahead:
-        return f"moves its own {_differing(at_last, at_end)} at the end of an order, where workers come too early"
+        return f"{MOVES} {_differing(at_last, at_end)} at the end of an order, where workers come too early"
     if at_last != made:
-        # What it leaves behind in the middle of an order is what a save then finds.
+        # What it leaves behind in the middle of an order is what a save then finds: it must come there again.
         put_back(twin, at_last)
-        if _order(iter(twin), first[1]) != first:
-            return f"moves its own {_differing(made, at_last)} while it gives an order, and with them the order"
+        if _order(iter(twin), first[1]) != first or places(twin) != at_last:
+            return f"{MOVES} {_differing(made, at_last)} while it gives an order: a resume would do so once more"
     return ""
 
 
@@ -190,10 +209,35 @@ def _scalars(part: object) -> dict[str, Any]:
     return {name: value for name, value in vars(part).items() if type(value) in _SCALARS}
 
 
+def _still_numbers(made: Places, now: Places) -> Places:
+    """What a resume would put back: numbers that are saved. Not texts, and no None where there is a list by now."""
+    return {
+        path: {name: value for name, value in part.items() if type(now.get(path, {}).get(name, "")) in _NUMBERS}
+        for path, part in made.items()
+    }
+
+
+def _held(sampler: object, streams: Mapping[str, Generator]) -> dict[str, bytes]:
+    """What nobody saves of a sampler, and of those in it, by name; without generators that are watched as streams."""
+    held: dict[str, bytes] = {}
+    watched = {id(generator) for generator in streams.values()}
+    for path, part in _parts(sampler):
+        for name, value in vars(part).items():
+            if type(value) not in _NUMBERS and id(value) not in watched and not _gives_an_order(value):
+                held[f"{path}.{name}".removeprefix(".")] = digest_of(value)
+        held |= {name: digest_of(value) for name, value in of_class(type(part))}
+    return held
+
+
+def _moved(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str:
+    """Names of what is not what it was. What became a number, or was one, counts."""
+    return _named(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+
+
 def _generators(sampler: object) -> list[Generator]:
     found: dict[int, Generator] = {}
     for _, part in _parts(sampler):
-        found |= {id(value): value for value in vars(part).values() if isinstance(value, _GENERATORS)}
+        found |= {id(value): value for value in vars(part).values() if isinstance(value, Generator)}
     return list(found.values())
 
 
@@ -225,10 +269,13 @@ def _contents(value: Any) -> Any:
 
 
 def _differing(left: Places, right: Places) -> str:
-    found = [
+    return _named(
         f"{path}.{name}".removeprefix(".")
         for path in left
         for name in left[path].keys() | right.get(path, {}).keys()
         if left[path].get(name, ...) != right.get(path, {}).get(name, ...)
-    ]
-    return ", ".join(repr(name) for name in sorted(found)[:5])
+    )
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names)[:5])
