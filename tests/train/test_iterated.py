@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -72,6 +73,30 @@ class Lines(IterableDataset[Any]):
                     found = []
 
 
+class Buffering(Plain):
+    """Has a list of its own, and changes only what it has made itself."""
+
+    headers = ("a", "b")
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        found, text = [], ""
+        at = total = 0
+        for number in self.mine():
+            at += 1  # noqa: SIM113 - what is asked for
+            total += number
+            total -= len(self.names)
+            text += str(number)
+            found.append(total)
+            if len(found) == 2:
+                found += [at, len(text)]
+                yield sum(one for one in found if info is None or one >= info.id)
+                found = []
+                found.extend([1] if self.stop else [])
+                found = [2, 3]
+                found.clear()
+
+
 class Wrapping(Plain):
     """Reads another one."""
 
@@ -133,6 +158,181 @@ class Setting(Taking):
         yield self.left[0]
 
 
+class Array(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = np.arange(6)
+
+    def __iter__(self) -> Iterator[Any]:
+        kept = self.kept
+        yield from kept.tolist()
+        kept += 1
+
+
+class Tensor(Array):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.arange(6)
+
+
+class Doubling(Array):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [1]
+
+    def __iter__(self) -> Iterator[Any]:
+        kept = self.kept
+        yield len(kept)
+        kept *= 2
+
+
+class Either(Array):
+    """Changes what is only sometimes its own list."""
+
+    def __iter__(self) -> Iterator[Any]:
+        kept = self.kept if self.stop else []
+        yield len(kept)
+        kept += [1]
+
+
+class Beside(Array):
+    """Sets two names at once, one of them to its own list."""
+
+    def __iter__(self) -> Iterator[Any]:
+        at, kept = 0, self.kept
+        yield at, len(kept)
+        kept += 1
+
+
+class Between(Array):
+    def __iter__(self) -> Iterator[Any]:
+        kept, at = self.kept, 0
+        yield at, len(kept)
+        kept += 1
+
+
+class Given(Array):
+    """Changes what it is given, and what it goes through."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for kept in [self.kept]:
+            yield len(kept)
+            kept += 1  # noqa: PLW2901 - what is asked for
+
+
+class Called(Array):
+    def __iter__(self) -> Iterator[Any]:
+        yield moved(self.kept)
+
+
+def moved(kept: Any) -> int:
+    kept += 1
+    return len(kept)
+
+
+class InTuple(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = ([1],)  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield len(self.names[0])
+        self.names[0].append(1)  # type: ignore[attr-defined]
+
+
+class Bare(IterableDataset[Any]):
+    """Without a list of its own."""
+
+    def __init__(self) -> None:
+        self.stop = 9
+
+
+class ListOfClass(Bare):
+    seen: list[int] = []  # noqa: RUF012 - what is asked for
+
+    def __iter__(self) -> Iterator[Any]:
+        yield len(self.seen)
+        self.seen.append(1)
+
+
+class DictOfClass(Bare):
+    kept = {"k": 0}  # noqa: RUF012 - what is asked for
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.kept["k"]
+        self.kept["k"] += 1
+
+
+class Default(Bare):
+    def __iter__(self, seen: list[int] = []) -> Iterator[Any]:  # noqa: B006 - what is asked for
+        yield len(seen)
+        seen.append(1)
+
+
+class Named(Bare):
+    def __iter__(self, *, seen: list[int] = []) -> Iterator[Any]:  # noqa: B006 - what is asked for
+        yield len(seen)
+        seen.append(1)
+
+
+SEEN: list[int] = []
+
+
+class Global(Bare):
+    def __iter__(self) -> Iterator[Any]:
+        yield len(SEEN)
+        SEEN.append(1)
+
+
+class Inner(Bare):
+    """Changes a list of the dataset that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Plain()
+
+    names = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        yield len(self.inner.names)
+        self.inner.names.append("c")
+
+
+class ByDunder(Bare):
+    def __iter__(self) -> Iterator[Any]:
+        yield self.stop
+        self.__setattr__("stop", self.stop + 1)
+
+
+class Deleting(Bare):
+    def __iter__(self) -> Iterator[Any]:
+        yield self.stop
+        del self.stop
+
+
+def counted() -> Any:
+    count = 0
+
+    class Counted(Bare):
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal count
+            yield count
+            count += 1
+
+    return Counted()
+
+
+def listed() -> Any:
+    seen: list[int] = []
+
+    class Listed(Bare):
+        def __iter__(self) -> Iterator[Any]:
+            yield len(seen)
+            seen.append(1)
+
+    return Listed()
+
+
 class Sets(Plain):
     def __iter__(self) -> Iterator[Any]:
         yield from {name.upper() for name in self.names}
@@ -174,9 +374,28 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "shuffled": (Shuffled, "uses 'random' in __iter__"),
     "private": (Private, "has a Random in its attribute 'rng'"),
     "counting": (Counting, "sets 'epoch' in __iter__"),
-    "taking": (Taking, "may change a list or dict of its own by 'pop' in __iter__"),
-    "writing": (Writing, "may change a list, dict or array of its own in __iter__"),
-    "setting": (Setting, "may change a list, dict or array of its own in __iter__"),
+    "taking": (Taking, "may change a list, dict or array of its own .by 'pop'. in __iter__"),
+    "writing": (Writing, r"may change a list, dict or array of its own \(in place: 'left'\) in __iter__"),
+    "array": (Array, r"may change a list, dict or array of its own \(in place: 'kept'\) in __iter__"),
+    "tensor": (Tensor, r"may change a list, dict or array of its own \(in place: 'kept'\) in __iter__"),
+    "doubling": (Doubling, r"may change a list, dict or array of its own \(in place: 'kept'\) in __iter__"),
+    "either": (Either, r"may change a list, dict or array of its own \(in place: 'kept'\) in __iter__"),
+    "beside": (Beside, r"may change a list, dict or array of its own \(in place: 'kept'\) in __iter__"),
+    "between": (Between, r"may change a list, dict or array of its own \(in place: 'kept'\) in __iter__"),
+    "given": (Given, r"may change a list, dict or array of its own \(in place: 'kept'\) in __iter__"),
+    "called": (Called, r"may change a list, dict or array of its own \(in place: 'kept'\) in moved"),
+    "in a tuple": (InTuple, "may change a list, dict or array of its own .* in __iter__"),
+    "list of a class": (ListOfClass, "may change a list, dict or array of its own .by 'append'. in __iter__"),
+    "dict of a class": (DictOfClass, "may change a list, dict or array of its own .* in __iter__"),
+    "default": (Default, "may change a list, dict or array of its own .by 'append'. in __iter__"),
+    "named default": (Named, "may change a list, dict or array of its own .by 'append'. in __iter__"),
+    "global": (Global, "may change a list, dict or array of its own .by 'append'. in __iter__"),
+    "inner": (Inner, "may change a list, dict or array of its own .by 'append'. in __iter__"),
+    "by a method of all": (ByDunder, "uses '__setattr__' in __iter__"),
+    "deleting": (Deleting, "sets 'stop' in __iter__"),
+    "counted": (counted, "sets 'count' in __iter__"),
+    "listed": (listed, "may change a list, dict or array of its own .by 'append'. in __iter__"),
+    "setting": (Setting, "may change a list, dict or array of its own .an item of it. in __iter__"),
     "sets": (Sets, "goes through a set in __iter__"),
     "deep": (Deep, "uses 'random' in drawn"),
     "answering": (Answering, "answers for attributes that nobody sees"),
@@ -253,6 +472,16 @@ def test_a_dataset_without_a_state_goes_on_where_it_stopped(
         found += loop.run(count)
         save(loop.state, store_url, before + step)
     assert found == wanted
+
+
+def test_what_it_has_made_itself_a_dataset_may_change(store_url: str) -> None:
+    loop = Loop(Buffering(), 0)
+    loop.run(2)
+    save(loop.state, store_url, 2)
+    wanted = loop.run(5)
+    loop = Loop(Buffering(), 0)
+    resume(loop.state, store_url)
+    assert loop.run(5) == wanted
 
 
 def test_a_save_at_the_very_end_of_an_epoch_begins_the_next(store_url: str) -> None:

@@ -2,13 +2,15 @@
 
 Such a dataset is begun anew at a resume, and what was read is read again and dropped. It cannot be asked twice, as a
 sampler is: it may read a queue, or download. So its code is read, and must be made of what is known to give the same
-again: plain attributes, files, arithmetic. What is not on the lists below is not proved.
+again: plain attributes, files, arithmetic. What is not on the lists below is not proved. Where a list, dict or array is
+there before an epoch and after it, wherever that is, nothing may be changed but what the function has made itself.
 """
 
 from __future__ import annotations
 
 import builtins
 import dis
+import itertools
 from collections.abc import Iterator
 from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
@@ -17,6 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+
+from txstore.train.in_place import change as _change
+from txstore.train.in_place import own_names
 
 # fmt: off
 _BUILTINS = frozenset((
@@ -37,11 +42,11 @@ _NAMES = frozenset((
     "float", "int", "bool", "shape", "size", "numel", "tolist", "item", "to", "__enter__", "__exit__", "__iter__",
     "__next__", "__len__",
 ))
-_OF_PLAIN = frozenset(name for kind in (list, dict, str, tuple, int, float, bytes, range) for name in dir(kind))
-_CHANGES = frozenset((
-    "append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse", "update", "setdefault", "popitem",
-))
+_OF_PLAIN = frozenset(
+    name for kind in (list, dict, str, tuple, int, float, bytes, range) for name in dir(kind) if name[:2] != "__"
+)
 # fmt: on
+_LIBRARIES = frozenset({"builtins", "typing", "abc", "torch"})
 _SCALARS = (bool, int, float, str, bytes, type(None), PurePath, torch.dtype, np.generic)
 
 
@@ -54,12 +59,12 @@ def why_not_again(dataset: Any) -> str:
                 return f"reads a {type(value).__name__}, which {inner}"
         elif not _is_plain(value):
             return f"has a {type(value).__name__} in its attribute {name!r}"
-    has_containers = any(isinstance(value, list | dict | torch.Tensor | np.ndarray) for value in vars(dataset).values())
     start = type(dataset).__iter__
     if hasattr(type(dataset), "__getattr__") or "__slots__" in vars(type(dataset)):
         return "answers for attributes that nobody sees"
     if not isinstance(start, FunctionType):
         return "has an __iter__ that is no plain method"
+    reader = _Reader(type(dataset), set(vars(dataset)), holds=_holds_containers(dataset))
     seen: set[int] = set()
     waiting: list[Any] = [start]
     while waiting:
@@ -67,11 +72,28 @@ def why_not_again(dataset: Any) -> str:
         if id(function) in seen:
             continue
         seen.add(id(function))
-        more, why = _read(function, type(dataset), set(vars(dataset)), has_containers=has_containers)
+        calls, why = reader.read(function)
         if why:
             return f"{why} in {function.__name__}"
-        waiting += more
-    return ""
+        waiting += calls
+    # Known only now: any function may name the container, and any other change it.
+    return reader.change if reader.holds else ""
+
+
+def _holds_containers(dataset: Any) -> bool:
+    """Whether something that can be changed outlives an epoch: among its attributes, its class's, or those in it."""
+    kinds = [kind for kind in type(dataset).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES]
+    of_classes = [value for kind in kinds for name, value in vars(kind).items() if not name.startswith("__")]
+    return any(
+        _holds_containers(value) if isinstance(value, IterableDataset) else _is_container(value)
+        for value in [*vars(dataset).values(), *of_classes]
+    )
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_is_container, value))
+    return isinstance(value, list | dict | set | bytearray | torch.Tensor | np.ndarray)
 
 
 def _is_plain(value: Any) -> bool:
@@ -82,72 +104,83 @@ def _is_plain(value: Any) -> bool:
     return type(value) is dict and all(map(_is_plain, value.values())) and all(map(_is_plain, value))
 
 
-def _read(function: Any, kind: type, attributes: set[str], *, has_containers: bool) -> tuple[list[Any], str]:
-    """The functions that a function calls, and what in it is not known to give the same again."""
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    for name, cell in cells.items():
-        if name != "__class__" and not _is_plain(cell.cell_contents):
-            return [], f"uses {name!r} of the function around it"
-    reader = _Reader(function, kind, attributes, has_containers=has_containers)
-    whys = (reader.why(instruction) for instruction in _instructions(function.__code__))
-    why = next((why for why in whys if why), "")
-    return reader.calls, why
-
-
 class _Reader:
-    """Reads the instructions of one function, one after the other."""
+    """Reads the instructions of functions, one after the other.
 
-    def __init__(self, function: Any, kind: type, attributes: set[str], *, has_containers: bool) -> None:
-        self.calls: list[Any] = []
-        self._globals: dict[str, Any] = function.__globals__
+    Attributes:
+        holds: Whether a container was met that is there before an epoch and after it.
+        change: What may change such a one, as the rest of a sentence: it counts if there is one.
+    """
+
+    def __init__(self, kind: type, attributes: set[str], *, holds: bool) -> None:
+        self.holds = holds
+        self.change = ""
         self._kind = kind
         self._attributes = attributes
-        self._has_containers = has_containers
-        self._after_number = False
+        self._globals: dict[str, Any] = {}
+        self._calls: list[Any] = []
 
-    def why(self, instruction: dis.Instruction) -> str:
+    def read(self, function: Any) -> tuple[list[Any], str]:
+        """The functions that a function calls, and what in it is not known to give the same again."""
+        self._globals, self._calls = function.__globals__, []
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        kept = {name: cell.cell_contents for name, cell in cells.items() if name != "__class__"}
+        for name, value in kept.items():
+            if not _is_plain(value):
+                return [], f"uses {name!r} of the function around it"
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        self.holds |= any(map(_is_container, [*kept.values(), *defaults]))
+        for code in _codes(function.__code__):
+            why = self._code(code, function.__name__)
+            if why:
+                return [], why
+        return self._calls, ""
+
+    def _code(self, code: CodeType, function: str) -> str:
+        own = own_names(code)
+        before: dis.Instruction | None = None
+        for instruction, after in itertools.pairwise([*dis.get_instructions(code), None]):
+            assert instruction is not None
+            why = self._why(instruction, code)
+            if why:
+                return why
+            change = _change(before, instruction, after, own)
+            if change and not self.change:
+                self.change = f"may change a list, dict or array of its own ({change}) in {function}"
+            before = instruction
+        return ""
+
+    def _why(self, instruction: dis.Instruction, code: CodeType) -> str:
         """Why this instruction may not give the same again; "" if it does."""
         operation, name = instruction.opname, str(instruction.argval)
         if operation in {"LOAD_GLOBAL", "LOAD_NAME"}:
-            found = self._of_global(name)
-        elif operation in {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}:
-            found = self._of_attribute(name)
-        elif operation == "IMPORT_NAME" and name not in _MODULES:
-            found = f"imports {name!r}"
-        else:
-            found = self._of_change(instruction, name)
-        is_constant = operation in {"LOAD_CONST", "LOAD_SMALL_INT"}
-        self._after_number = is_constant and isinstance(instruction.argval, int | float)
-        return found
-
-    def _of_change(self, instruction: dis.Instruction, name: str) -> str:
-        operation = instruction.opname
-        if operation in {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"}:
+            return self._of_global(name)
+        if operation in {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}:
+            return self._of_attribute(name)
+        if operation == "IMPORT_NAME":
+            return "" if name in _MODULES else f"imports {name!r}"
+        # A variable of its own that a function in it reads is a cell, too.
+        of_around = operation in {"STORE_DEREF", "DELETE_DEREF"} and name in code.co_freevars
+        if of_around or operation in {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"}:
             return f"sets {name!r}"
-        if operation in {"BUILD_SET", "SET_ADD"}:
-            return "goes through a set"
-        # What is added to a number is no list. Else it may be one of the dataset's, under another name.
-        in_place = operation == "BINARY_OP" and instruction.argrepr.endswith("=") and not self._after_number
-        changes = in_place or operation in {"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"}
-        return "may change a list, dict or array of its own" if changes and self._has_containers else ""
+        return "goes through a set" if operation in {"BUILD_SET", "SET_ADD"} else ""
 
     def _of_global(self, name: str) -> str:
         is_builtin = name not in self._globals
         value = getattr(builtins, name, None) if is_builtin else self._globals[name]
         if isinstance(value, FunctionType) and value is not get_worker_info:
-            self.calls.append(value)
+            self._calls.append(value)
             return ""
+        self.holds |= _is_container(value)
         return "" if _is_known(value) or (is_builtin and name in _BUILTINS) else f"uses {name!r}"
 
     def _of_attribute(self, name: str) -> str:
         method = getattr(self._kind, name, None)
-        if name in _CHANGES and self._has_containers:
-            return f"may change a list or dict of its own by {name!r}"
         if isinstance(method, FunctionType) and name not in self._attributes:
-            self.calls.append(method)
+            self._calls.append(method)
             return ""
         if isinstance(method, property) and method.fget is not None:
-            self.calls.append(method.fget)
+            self._calls.append(method.fget)
             return ""
         is_of_class = method is not None and _is_plain(method)
         return "" if is_of_class or name in self._attributes | _NAMES | _OF_PLAIN else f"uses {name!r}"
@@ -159,9 +192,9 @@ def _is_known(value: Any) -> bool:
     return value is get_worker_info or (value is not None and _is_plain(value))
 
 
-def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
-    """Of a function and of those in it."""
-    yield from dis.get_instructions(code)
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _instructions(constant)
+            yield from _codes(constant)
