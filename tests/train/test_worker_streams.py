@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.train.trainings import resume, save
@@ -37,13 +37,20 @@ class Noisy:
     classes = ("a", "b")
 
     def __init__(self) -> None:
-        self.own = np.random.default_rng(3)
+        self.own: Any = np.random.default_rng(3)
 
     def __len__(self) -> int:
         return 16
 
     def __getitem__(self, index: int) -> list[float]:
         return [index, random.gauss(0, 1), np.random.normal(), torch.randn(1).item(), self.own.normal()]
+
+
+class Plain(Noisy):
+    """Without a generator of its own."""
+
+    def __init__(self) -> None:
+        pass
 
 
 class Counting(Noisy):
@@ -75,14 +82,16 @@ class Together(Noisy):
 class Loop:
     """Reads batches over epochs, and draws a number beside each as dropout does."""
 
-    def __init__(self, dataset: Any, seed: int, workers: int, *, persistent: bool = False) -> None:
+    def __init__(
+        self, dataset: Any, seed: int, workers: int, *, persistent: bool = False, generators: Any = None
+    ) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
         self.loader = StatefulDataLoader(
             dataset, batch_size=4, shuffle=True, num_workers=workers, persistent_workers=persistent
         )
-        self.state = TrainState(nn.Linear(1, 1), data=self.loader)
+        self.state = TrainState(nn.Linear(1, 1), data=self.loader, generators=generators)
         self._batches: Iterator[Any] | None = None
 
     def run(self, count: int) -> list[Any]:
@@ -142,13 +151,29 @@ def test_without_it_they_would_not(store_url: str) -> None:
     [
         (Noisy(), 2, True),
         (Subset(Noisy(), [1, 2]), 2, True),  # type: ignore[arg-type]
-        (Noisy(), 0, False),
+        (Noisy(), 0, True),
+        (Subset(Noisy(), [1, 2]), 0, True),  # type: ignore[arg-type]
+        (ConcatDataset([Plain(), Noisy()]), 0, True),  # type: ignore[list-item]
+        (Plain(), 0, False),
+        (WorkerStreams(Subset(Noisy(), [1, 2])), 0, False),  # type: ignore[arg-type]
         (WorkerStreams(Noisy()), 2, False),
         (Counting(), 2, False),
         (TensorDataset(torch.ones(3)), 2, False),
         ([1, 2, 3], 2, False),
     ],
-    ids=["noisy", "subset", "no-workers", "kept", "stateful", "tensors", "list"],
+    ids=[
+        "noisy",
+        "subset",
+        "own",
+        "own-inside",
+        "own-beside",
+        "global",
+        "kept-inside",
+        "kept",
+        "stateful",
+        "tensors",
+        "list",
+    ],
 )
 def test_it_is_told_where_it_is_missing(
     dataset: Any, workers: int, told: bool, caplog: pytest.LogCaptureFixture
@@ -159,6 +184,52 @@ def test_it_is_told_where_it_is_missing(
     caplog.clear()
     TrainState(nn.Linear(1, 1), data=repeatable(loader))
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("own", [random.Random(1), np.random.default_rng(1), torch.Generator()])
+def test_a_generator_that_is_saved_is_not_told(own: Any, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = Noisy()
+    dataset.own = own
+    loader: Any = StatefulDataLoader(dataset)
+    TrainState(nn.Linear(1, 1), data=loader, generators={"own": own})
+    assert caplog.messages == []
+    TrainState(nn.Linear(1, 1), data=loader, generators={"other": random.Random(2)})
+    assert [("its dataset's own generators (own)" in text and "generators=" in text) for text in caplog.messages] == [
+        True
+    ]
+    caplog.clear()
+    TrainState(nn.Linear(1, 1), data=loader, rng=False)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_generator_of_the_dataset_goes_on_without_workers_if_it_is_named(named: bool, store_url: str) -> None:
+    def make(seed: int) -> Loop:
+        dataset = Noisy()
+        return Loop(dataset, seed, 0, generators={"own": dataset.own} if named else None)
+
+    loop = make(1)
+    loop.run(2)
+    save(loop.state, store_url, 1)
+    wanted = loop.run(EPOCH)
+    loop = make(99)
+    resume(loop.state, store_url)
+    assert (loop.run(EPOCH) == wanted) is named
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_generators_of_a_dataset_in_it_go_on(workers: int, store_url: str) -> None:
+    def make(seed: int) -> Loop:
+        inside: Any = ConcatDataset([Subset(Noisy(), range(8)), Subset(Noisy(), range(8))])  # type: ignore[arg-type]
+        return Loop(WorkerStreams(inside), seed, workers)
+
+    loop = make(1)
+    loop.run(3)
+    save(loop.state, store_url, 1)
+    wanted = loop.run(EPOCH)
+    loop = make(99)
+    resume(loop.state, store_url)
+    assert loop.run(EPOCH) == wanted
 
 
 def test_it_is_the_dataset_but_for_that() -> None:

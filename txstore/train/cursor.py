@@ -7,7 +7,7 @@ their number may change. Both count what training has consumed, and not what was
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from txstore.checksum import crc32c
 from txstore.errors import ConfigError, StateMismatch
 from txstore.train import loader
 from txstore.train.progress import TrainProgress
+from txstore.train.rng import Generator
 from txstore.train.stateful import Scoped, StatefulPiece, scoped
-from txstore.train.worker_streams import tell_of_workers
+from txstore.train.worker_streams import tell_of_draws
 
 log = logging.getLogger(__name__)
 
@@ -187,11 +188,15 @@ def _take_back(before: torch.Tensor) -> None:
 class CursorPiece(StatefulPiece):
     """The piece of state that holds all cursors.
 
+    Args:
+        data: A loader or sampler, or several by name.
+        saved: Generators that are saved beside them.
+
     Raises:
         ConfigError: An object that does not know what training has consumed, or whose order would not come back.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, saved: Collection[Generator]) -> None:
         named = scoped(data, "data", is_shared=False)
         for name, one in named.items():
             if isinstance(one.item, ElasticBatchSampler):
@@ -202,7 +207,7 @@ class CursorPiece(StatefulPiece):
         for name, one in self._loaders.items():
             if not one.is_vouched_for:
                 loader.refuse_unrepeatable(name, one.item)
-                tell_of_workers(name, one.item)
+                tell_of_draws(name, one.item, saved)
 
     def state_of(self, name: str) -> Any:
         """The state of one loader.

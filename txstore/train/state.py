@@ -102,6 +102,10 @@ class TrainState:
         self._model = ModelPiece(self._models)
         self._optimizers = OptimizerPiece(several, self._models)
         self._extras = StatefulPiece("extra", scoped(extras, "extra", is_shared=True), verify=False)
+        sources = {name: one.item for name, one in scoped(data, "data", is_shared=False).items()}
+        if generators and not rng:
+            raise ConfigError("generators are given, and rng=False saves none", next_step="leave one of the two out")
+        generators = with_loaders(generators, sources.values())
         self.pieces: dict[str, Piece] = {
             "model": self._model,
             "optimizer": self._optimizers,
@@ -110,12 +114,8 @@ class TrainState:
             "gradients": GradientsPiece(self._models, self.progress),
             "extras": self._extras,
             "progress": ProgressPiece(self.progress),
-            "data": CursorPiece(data),
+            "data": CursorPiece(data, generators.values() if rng else ()),
         }
-        sources = {name: one.item for name, one in scoped(data, "data", is_shared=False).items()}
-        if generators and not rng:
-            raise ConfigError("generators are given, and rng=False saves none", next_step="leave one of the two out")
-        generators = with_loaders(generators, sources.values())
         # The streams come last: what is restored before them may draw from them.
         if rng:
             self.pieces["rng"] = RandomStreams(generators)

@@ -1,13 +1,14 @@
-"""`WorkerStreams`: the random numbers that a data loader's workers draw, as part of the loader's state.
+"""`WorkerStreams`: the random numbers that a data loader's dataset draws, as part of the loader's state.
 
 The workers of a loader are processes with random streams of their own. No state holds those: the workers of a resumed
 run begin with other streams, and what they draw for the rest of the epoch, as augmentations do, is other than it was.
+So it is without workers for generators of the dataset's own, which no state holds either unless they are named.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
@@ -26,9 +27,10 @@ class WorkerStreams(Dataset[Any]):
 
         loader = StatefulDataLoader(WorkerStreams(dataset), batch_size=32, shuffle=True, num_workers=4)
 
-    Kept are the worker's streams of Python, NumPy and torch, generators among the dataset's attributes, and the
-    dataset's own state if it has the two methods. Without workers the streams are those of the training, which
-    `TrainState` saves. The state is of 10 KiB and travels with each batch of a worker.
+    Kept are the worker's streams of Python, NumPy and torch, generators among the dataset's attributes and those of
+    datasets in it (``dataset``, ``datasets``), and the dataset's own state if it has the two methods. Without workers
+    the streams of Python, NumPy and torch are those of the training, which `TrainState` saves. The state is of 10 KiB
+    and travels with each batch of a worker.
 
     Args:
         dataset: Anything with ``__getitem__`` and ``__len__``. Its other attributes are there as before.
@@ -86,21 +88,47 @@ class WorkerStreams(Dataset[Any]):
             stream.set(saved[name])
 
     def _streams(self) -> dict[str, Stream]:
-        found = own_streams({name: one for name, one in vars(self.dataset).items() if isinstance(one, Generator)})
+        found = own_streams(dict(_generators(self.dataset)))
         return found if get_worker_info() is None else process_streams() | found
 
 
-def tell_of_workers(name: str, loader: Any) -> None:
-    """Warn of a loader whose workers may draw random numbers that its state does not hold."""
+def tell_of_draws(name: str, loader: Any, saved: Collection[Generator]) -> None:
+    """Warn of a loader whose dataset may draw random numbers that no state holds.
+
+    Args:
+        name: Of the data, for the message.
+        loader: A `StatefulDataLoader`.
+        saved: Generators that `TrainState` saves.
+    """
     dataset = loader.dataset
-    fixed = isinstance(dataset, IterableDataset | TensorDataset | list | tuple | range)
-    if loader.num_workers and not fixed and not _has_state(dataset):
+    if isinstance(dataset, IterableDataset | TensorDataset | list | tuple | range) or _has_state(dataset):
+        return
+    own = [place for place, one in _generators(dataset) if all(one is not known for known in saved)]
+    if loader.num_workers:
         log.warning(
             "data %r: what its %d workers draw at random, as augmentations do, is not saved, and would differ after a "
             "resume in the middle of an epoch: give the loader WorkerStreams(dataset)",
             name,
             loader.num_workers,
         )
+    elif own:
+        log.warning(
+            "data %r: what is drawn from its dataset's own generators (%s) is not saved, and would differ after a "
+            "resume: give the loader WorkerStreams(dataset), or name them in generators=",
+            name,
+            ", ".join(own),
+        )
+
+
+def _generators(dataset: Any, deepest: int = 8) -> Iterator[tuple[str, Generator]]:
+    """Those among the attributes of a dataset, and of the datasets in it, such as in a ``Subset``, by name."""
+    held = getattr(dataset, "__dict__", {})
+    yield from ((name, one) for name, one in held.items() if isinstance(one, Generator))
+    several = held.get("datasets")
+    inner = {"dataset": held.get("dataset")}
+    inner |= {f"datasets-{at}": one for at, one in enumerate(several if isinstance(several, list | tuple) else ())}
+    for place, one in inner.items() if deepest else ():
+        yield from ((f"{place}-{name}", generator) for name, generator in _generators(one, deepest - 1))
 
 
 def _has_state(item: Any) -> bool:
