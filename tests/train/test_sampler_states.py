@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import logging
+import logging.handlers
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -208,11 +210,24 @@ class Reseeded(Mine):
         return iter(self.kept["rng"].sample(DATA, len(DATA)))
 
 
+class Logging(Mine):
+    """Tells something each time, to a handler that keeps it."""
+
+    def __init__(self) -> None:
+        self.log = logging.Logger("told")
+        self.log.addHandler(logging.handlers.MemoryHandler(100))
+
+    def __iter__(self) -> Iterator[int]:
+        self.log.warning("begun")
+        return iter(DATA)
+
+
 KEPT: dict[str, Callable[[], Any]] = {
     "number": lambda: AtTheEnd(0),
     "numpy's number": lambda: AtTheEnd(np.int64(0)),
     "filled once": Filling,
     "renewed": Renewing,
+    "logging": Logging,
     "reseeded": lambda: Reseeded({"rng": random.Random()}),
 }
 
@@ -274,6 +289,21 @@ def test_weights_that_the_loop_replaces_are_kept_by_an_extra(in_extras: bool, go
     resume(state, store_url)
     batches = forever(data)
     assert ([next(batches) for _ in range(EPOCH)] == wanted) is goes_on
+
+
+def test_a_text_that_is_the_class_s_too_stays_the_object_s(store_url: str) -> None:
+    class Told(AtTheEnd):
+        name = "class"
+
+        def __init__(self, name: str) -> None:
+            super().__init__(0)
+            self.name = name
+
+    data = loader(Told("old"))
+    save(TrainState(nn.Linear(1, 1), data=data), store_url, 1)
+    sampler = Told("new")
+    resume(TrainState(nn.Linear(1, 1), data=loader(sampler)), store_url)
+    assert sampler.name == "new", "texts are left alone: paths may move"
 
 
 def test_a_class_number_that_became_an_attribute_is_the_class_s_again(store_url: str) -> None:

@@ -2,7 +2,7 @@
 
 By content, and not by identity: a list that is made anew with the same numbers has not moved. Looked through are
 containers, arrays, tensors, generators, attributes of objects, and what functions keep in defaults and closures.
-Not looked into: modules, classes, iterators and other objects of C, and what is beyond `MOST_LOOKED_AT`.
+Not looked into: modules, classes, loggers, iterators and other objects of C, and what is beyond `MOST_LOOKED_AT`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import collections
 import functools
 import hashlib
 import itertools
+import logging
 import random
 from collections.abc import Iterator
 from types import FunctionType, MethodType, ModuleType
@@ -65,7 +66,7 @@ class _Look:
         self._sum.update(type(value).__name__.encode())
         if value is None or isinstance(value, _LEAVES):
             self._add(repr(value).encode())
-        elif not isinstance(value, type | ModuleType) and id(value) not in self._seen:
+        elif not isinstance(value, type | ModuleType | logging.Logger) and id(value) not in self._seen:
             self._seen[id(value)] = value  # held: an id belongs to an object only as long as that lives
             for part in self._parts(value):
                 self.at(part, depth + 1)

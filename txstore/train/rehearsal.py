@@ -50,10 +50,7 @@ def places(sampler: object) -> Places:
 
 
 def put_back(sampler: object, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set attributes as `places` told them; an epoch by its method, which may do more.
-
-    A number that was the class's when they were told, as ``calls`` is before ``self.calls += 1``, is the class's again.
-    """
+    """Set attributes as `places` told them; an epoch by its method, which may do more."""
     parts = dict(_parts(sampler))
     for path, values in found.items():
         part = parts.get(path)
@@ -62,9 +59,6 @@ def put_back(sampler: object, found: Mapping[str, Mapping[str, Any]]) -> None:
             if "epoch" in values and callable(set_epoch):
                 set_epoch(values["epoch"])
             vars(part).update(values)
-            for name in _scalars(part).keys() - values.keys():
-                if hasattr(type(part), name):
-                    delattr(part, name)
 
 
 def why_not_again(sampler: Any, *, fetched_ahead: bool, drawn_from: torch.Generator | None = None) -> str:
@@ -206,7 +200,10 @@ def _gives_an_order(value: object) -> bool:
 
 
 def _scalars(part: object) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if type(value) in _SCALARS}
+    """Also numbers of its class: ``calls = 0`` becomes an attribute by ``self.calls += 1``, and must go back to 0."""
+    names = [name for name, value in of_class(type(part)) if type(value) in _NUMBERS and value is not None]
+    of_kind = {name.split(".")[-1]: getattr(type(part), name.split(".")[-1]) for name in names}
+    return of_kind | {name: value for name, value in vars(part).items() if type(value) in _SCALARS}
 
 
 def _still_numbers(made: Places, now: Places) -> Places:
