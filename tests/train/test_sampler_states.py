@@ -214,7 +214,7 @@ class Logging(Mine):
     """Tells something each time, to a handler that keeps it."""
 
     def __init__(self) -> None:
-        self.log = logging.Logger("told")
+        self.log = logging.Logger("told")  # noqa: LOG001 - nobody else's
         self.log.addHandler(logging.handlers.MemoryHandler(100))
 
     def __iter__(self) -> Iterator[int]:
