@@ -2,12 +2,12 @@
 
 Without them the window would begin again after a resume, and the trajectory move. Gradients of plain parameters
 (one process, DDP under ``no_sync``) are not reduced yet and differ by rank; those of FSDP2 are reduced and sharded.
-At ``micro_step`` 0 gradients are spent, and none are saved.
+At ``micro_step`` 0 their values are spent, and only which there are is saved: see `spent`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from txstore.errors import UnsupportedValue
 from txstore.train.names import Models
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
 from txstore.train.progress import TrainProgress
+from txstore.train.spent import is_spent, keeping_zeros, spent_kind, zeros_of
 
 _AT_STEP_0 = "save when progress.micro_step is 0"
 
@@ -27,18 +28,19 @@ _AT_STEP_0 = "save when progress.micro_step is 0"
 class GradientsPiece:
     """The piece of state that holds unfinished gradients."""
 
-    def __init__(self, models: Models, progress: TrainProgress) -> None:
+    def __init__(self, models: Models, progress: TrainProgress, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._models = models
         self._progress = progress
+        self._optimizers = optimizers
 
     def capture(self, place: Place) -> PieceState:
-        """References to all gradients, and which parameters have none.
+        """References to all gradients, and which parameters have none; at ``micro_step`` 0 only which have one.
 
         Raises:
             UnsupportedValue: FSDP2 holds gradients that it has not reduced, or a gradient is sparse or pending.
         """
         if self._progress.micro_step == 0:
-            return PieceState()
+            return PieceState(own=self._spent())
         for module in self._models.modules.values():
             _refuse_unreduced(module)
         tensors, kinds = {}, {}
@@ -58,6 +60,19 @@ class GradientsPiece:
             )
         return PieceState(own=kinds, tensors=tensors)
 
+    def _spent(self) -> dict[str, str]:
+        found = {}
+        for fqn, parameter in keeping_zeros(self._models.parameters(), self._optimizers):
+            if parameter.grad is not None:
+                found[fqn] = spent_kind(parameter, parameter.grad)
+                if not found[fqn]:
+                    raise UnsupportedValue(
+                        f"the gradient of {fqn!r} is {_placed(parameter.grad)}, and is still there after the step",
+                        key=f"gradients.{fqn}",
+                        next_step="call zero_grad() after the optimizer's step, before the save",
+                    )
+        return found
+
     def targets(self, saved: SavedKeys, place: Place) -> Targets:
         """New tensors beside the parameters."""
         tensors = {}
@@ -73,7 +88,8 @@ class GradientsPiece:
     def problems(self, loaded: Loaded) -> list[str]:
         """A window that other ranks, or another model, had begun."""
         kinds: Mapping[str, str] | None = loaded.own
-        if kinds is None:
+        # Spent gradients of parameters that are no more, or of other ranks, are nothing that could be missing.
+        if not kinds or all(is_spent(kind) for kind in kinds.values()):
             return []
         if not loaded.same_world:
             counts = (
@@ -96,18 +112,25 @@ class GradientsPiece:
         return []
 
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
-        """Set every gradient as it was saved: absent ones are None."""
-        kinds: Mapping[str, str] = loaded.own or {}
-        count = 0
+        """Set every gradient as it was saved: absent ones are None, spent ones zero."""
+        kinds: Mapping[str, str] = loaded.own or {}  # earlier checkpoints tell nothing of spent ones
         for fqn, parameter in self._models.parameters().items():
             kind = kinds.get(fqn, "none")
-            parameter.grad = None if kind == "none" else loaded.tensors[_key(fqn, kind, loaded.place)]
-            count += kind != "none"
-        return {"gradients": count}
+            if is_spent(kind):
+                parameter.grad = zeros_of(kind, parameter)
+            else:
+                parameter.grad = None if kind == "none" else loaded.tensors[_key(fqn, kind, loaded.place)]
+        zeros = sum(is_spent(kind) for kind in kinds.values())
+        return {"gradients": sum(kind != "none" for kind in kinds.values()) - zeros, "zeros": zeros}
 
 
 def _key(fqn: str, kind: str, place: Place) -> str:
     return f"gradients.{fqn}" if kind == "sharded" else f"gradients.rank-{place.rank}.{fqn}"
+
+
+def _placed(gradient: torch.Tensor) -> str:
+    placed = f" placed as {gradient.placements}" if isinstance(gradient, DTensor) else ""
+    return f"a {gradient.layout} tensor{placed}"
 
 
 def _refuse_inexact(fqn: str, parameter: nn.Parameter, gradient: torch.Tensor) -> None:

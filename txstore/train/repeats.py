@@ -111,6 +111,8 @@ class Repeats:
         shared = now.shared_digests
         names = {name for name in shared.keys() | kept.digests if shared.get(name) != kept.digests.get(name)}
         names |= _differing(now.state, kept.request.snapshot.state_dict, own_key(rank))
+        if now.progress.micro_step == 0:
+            names -= {"gradients"}  # they were spent: a loop that clears them after its save changes nothing
         # What is noted of the state, for the proof, follows from the state.
         return sorted(names & (self._state.pieces.keys() - {"proof"}) or names)
 

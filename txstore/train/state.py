@@ -111,7 +111,7 @@ class TrainState:
             "optimizer": self._optimizers,
             "scheduler": SchedulerPiece(schedulers),
             "scaler": ScalerPiece(scaler),
-            "gradients": GradientsPiece(self._models, self.progress),
+            "gradients": GradientsPiece(self._models, self.progress, several),
             "extras": self._extras,
             "progress": ProgressPiece(self.progress),
             "data": CursorPiece(data, generators.values() if rng else ()),
