@@ -22,6 +22,7 @@ from txstore.compat.differences import Difference
 from txstore.errors import UnsupportedValue
 from txstore.train.names import Models
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.shared_memory import SharedMemory
 from txstore.train.temporary import LATE, PREFIX, SavedBuffers, TemporaryBuffers, others
 
 _OF_A_RANK = re.compile(r"buffers\.rank-([0-9]+)\.")
@@ -43,16 +44,19 @@ class ModelPiece:
     def __init__(self, models: Models) -> None:
         self._models = models
         self.temporary = TemporaryBuffers(models)
-        self._made = frozenset(models.state_dict())
+        self._made = frozenset(models.state_dict())  # shards are in their places after it
+        self._memory = SharedMemory(models)
 
     def capture(self, place: Place) -> PieceState:
         """References to all tensors; extra state of modules by value; which parameters are trained, and how.
 
         Raises:
-            UnsupportedValue: The model saves other tensors than when the `TrainState` was made, or one is not exact.
+            UnsupportedValue: The model saves other tensors than when the `TrainState` was made, or one is not exact, or
+                some share memory that did not, or do not any more.
         """
         tensors, extra = self._saved(place)
         self._refuse_other_names({_OF_A_RANK.sub("", key.removeprefix("model.")) for key in tensors}.union(extra))
+        self._memory.refuse_other(self.temporary.as_made)
         return PieceState(
             shared={"extra": extra, "trained": self._trained()},
             replicated={PARAMETERS: list(self._models.parameters())},

@@ -74,6 +74,10 @@ class Models:
                     found[_join(name, fqn)] = tensor
         return found
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer, under each of its names."""
+        return {_join(name, fqn): tensor for name, module in self.modules.items() for fqn, tensor in _named(module)}
+
     def saved_buffers(self) -> Iterator[torch.Tensor]:
         """Every buffer that a state dict holds."""
         for module in self.modules.values():
