@@ -223,7 +223,7 @@ class CursorPiece(StatefulPiece):
                 loader.refuse_unheld(name, item, state, self._set[name])
         return state
 
-    def more(self, name: str) -> dict[str, Any]:
+    def more(self, name: str, state: Any) -> dict[str, Any]:  # noqa: ARG002 - the signature of a piece
         """Attributes of a loader's samplers, which no state of a loader holds: the epoch of a distributed sampler."""
         return {"attributes": loader.attributes_of(self._items[name].item)} if name in self._loaders else {}
 

@@ -29,6 +29,7 @@ from txstore.errors import ConfigError, StateMismatch, UnsupportedValue
 from txstore.train.attributes import PlainAttributes
 from txstore.train.captured import Applied, Captured, Compared
 from txstore.train.cursor import CursorPiece
+from txstore.train.extras import ExtrasPiece
 from txstore.train.gradients import GradientsPiece
 from txstore.train.history import History
 from txstore.train.model_state import ModelPiece, fits
@@ -52,7 +53,7 @@ from txstore.train.proof_watch import ProofWatch
 from txstore.train.python_blobs import SHARED, blob, digest_of, own_key, pack, saved_keys, unpack
 from txstore.train.rng import Generator, RandomStreams, capture_streams, with_loaders
 from txstore.train.scaler import ScalerPiece
-from txstore.train.stateful import SchedulerPiece, StatefulPiece, scoped
+from txstore.train.stateful import SchedulerPiece, scoped
 
 _OF_A_RANK = re.compile(r"python\.rank-(0|[1-9][0-9]*)(?:\Z|[.\[])")
 _SHOWN = 10
@@ -101,7 +102,7 @@ class TrainState:
         several = optimizers_in(optimizers)
         self._model = ModelPiece(self._models)
         self._optimizers = OptimizerPiece(several, self._models)
-        self._extras = StatefulPiece("extra", scoped(extras, "extra", is_shared=True), verify=False)
+        self._extras = ExtrasPiece(scoped(extras, "extra", is_shared=True))
         sources = {name: one.item for name, one in scoped(data, "data", is_shared=False).items()}
         if generators and not rng:
             raise ConfigError("generators are given, and rng=False saves none", next_step="leave one of the two out")

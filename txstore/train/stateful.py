@@ -136,21 +136,22 @@ class StatefulPiece:
     def _states(self, *, is_shared: bool) -> dict[str, Any]:
         return {
             name: {
-                "state": self.state_of(name),
+                "state": state,
                 "facts": self.facts_now(name),
                 "settings": self._set[name],
-                **self.more(name),
+                **self.more(name, state),
             }
             for name, one in self._items.items()
             if one.is_shared == is_shared
+            for state in [self.state_of(name)]
         }
 
     def state_of(self, name: str) -> Any:
         """The state of one object."""
         return self._items[name].item.state_dict()
 
-    def more(self, name: str) -> dict[str, Any]:  # noqa: ARG002 - for pieces that have more
-        """What else is saved of one object, beside its state."""
+    def more(self, name: str, state: Any) -> dict[str, Any]:  # noqa: ARG002 - for pieces that have more
+        """What else is saved of one object, beside its state, which is given."""
         return {}
 
     def targets(self, saved: SavedKeys, place: Place) -> Targets:  # noqa: ARG002 - the signature of a piece
