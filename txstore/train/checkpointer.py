@@ -268,8 +268,8 @@ class Checkpointer:
         self._ledger.goes_on_from(-1 if report.step is None else report.step)
         if resume.decision is not None:
             self._writer.know(resume.decision)
+        self.description = replace(self.description, accepted=tuple(report.accepted))
         if not report.fresh:
-            self.description = replace(self.description, accepted=tuple(report.accepted))
             window, policy = tuple(self.state.history), self._proof_policy
             self.state.watch = ProofWatch(report, window, policy, self.state.expected_batch, self._teller.proved)
         return report

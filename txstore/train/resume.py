@@ -41,6 +41,7 @@ from txstore.keys import SlotName, parse_decision_key
 from txstore.manifest import Decision, Description
 from txstore.ops.report import Depth
 from txstore.store import Store
+from txstore.train import applied_once
 from txstore.train.captured import Compared
 from txstore.train.choice import choose, examine
 from txstore.train.deadline import within
@@ -76,7 +77,8 @@ class ResumeOptions:
         required: Fingerprints that must be known and equal.
         fresh: State that is not restored, on purpose: pieces (`piece.FRESHABLE`), or single objects of a piece by label
             and name, such as ``extra:ema``, ``scheduler:1``, ``data:train``, ``rng:generator.noise``. Recorded in
-            `accepted`.
+            `accepted`, and applied once: a resume of what was saved after that restores them, and says so, unless
+            it names its `checkpoint`.
         seen_samples: How many samples the run had consumed when it ended, if that is known: see
             `txstore.event_log.last_step`.
         on_world_size_change: What to do about random streams if another number of ranks saved.
@@ -134,6 +136,7 @@ class Resume:
     teller: Teller
     deadline_s: float
     decision: Decision | None = None
+    _done: frozenset[str] = frozenset()
 
     def run(self) -> ResumeReport:
         """Bring the state back.
@@ -164,6 +167,8 @@ class Resume:
                 decision = self._choose(report, damaged)
                 if decision is not None:
                     self._resume(decision, report)
+                else:  # all begins anew: the next start of the same command must not do so once more
+                    report.accepted = applied_once.recorded(self.options.fresh, self.today.accepted)
                 self.decision = decision
                 return report
             except TxStoreError as error:
@@ -200,6 +205,7 @@ class Resume:
             metadata = self._attempt("index", lambda: build_metadata(index, manifest.index.key))
             reader = StorageReader(self.store, strict=False, share=self.exchange.group if self.store.distant else None)
             reader.pin(decision, manifest, index)
+            notes = self._look_at_fresh(decision, manifest.description)
         with _timed(report, "judge"):
             today = self._key_tables()
             self._judge(manifest.description, metadata, today)
@@ -221,8 +227,8 @@ class Resume:
         report.slot, report.txn = decision.slot, decision.txn
         report.saved_world_size = applied.saved_world_size
         report.restored = dict(applied.restored)
-        report.accepted = list(dict.fromkeys([*judgement.record, *(f"fresh {name}" for name in sorted(self._fresh))]))
-        report.notes = list(judgement.notes)
+        report.accepted = applied_once.recorded(self.options.fresh, judgement.record)
+        report.notes = [*judgement.notes, *notes]
         seen = self.exchange.gather("samples seen", self.options.seen_samples)[0]
         report.reprocessed_samples = None if seen is None else max(0, seen - applied.progress.consumed_samples)
         self.teller.restored(report, sum(_local_bytes(tensor) for tensor in target.values()))
@@ -231,9 +237,19 @@ class Resume:
     def _place(self) -> tuple[int, int]:
         return self.exchange.rank, self.exchange.world_size
 
+    def _look_at_fresh(self, decision: Decision, saved: Description) -> list[str]:
+        """Find the names in `fresh` that are done; what is to be told of them."""
+        # Who names a checkpoint asks for what shall be done with that one, however often.
+        named = self.options.checkpoint is not None
+        self._done = frozenset() if named else applied_once.done(self.options.fresh, saved.accepted)
+        notes = [applied_once.note(name, decision.checkpoint) for name in sorted(self._done)]
+        for note in notes:
+            log.warning("%s", note)  # now: if it does not fit, nothing else would tell why the name did not help
+        return notes
+
     @property
     def _fresh(self) -> frozenset[str]:
-        return frozenset(self.options.fresh)
+        return frozenset(self.options.fresh) - self._done
 
     @property
     def _meant(self) -> dict[str, Any]:
