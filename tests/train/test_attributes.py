@@ -92,3 +92,24 @@ def test_what_is_saved_or_of_one_step_is_not_told(caplog: pytest.LogCaptureFixtu
     module.where = "he" + "re"
     state.capture()
     assert told(caplog) == []
+
+
+class Look(torch.optim.SGD):
+    """An optimizer that counts its steps beside its state."""
+
+    k = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.k = self.k + 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_moves_beside_its_state_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    looks = Look(model.parameters(), lr=0.1)
+    state = TrainState(model, [torch.optim.SGD(model.parameters(), lr=0.1), looks])
+    looks.param_groups[0]["lr"] = 0.2  # is saved
+    looks.step()
+    state.capture()
+    (message,) = told(caplog)
+    assert "training changes optimizer.1.k. " in message

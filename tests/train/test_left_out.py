@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from txstore.errors import LoadError, NotProved
+from txstore.errors import ConfigError, LoadError, NotProved
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.cursor import ElasticBatchSampler
 from txstore.train.piece import PieceState
@@ -493,3 +493,34 @@ def test_a_piece_that_both_sides_leave_out_is_not_proved(
         return
     with pytest.raises(LoadError if piece == "model" else NotProved):
         resume(store_url, other)
+
+
+HOOKED = ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+
+
+@pytest.mark.parametrize("hook", HOOKED)
+def test_an_optimizer_with_a_hook_around_its_state_dict_is_refused(hook: str) -> None:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    getattr(optimizer, f"register_{hook}_hook")(lambda *given: None)
+    with pytest.raises(ConfigError, match=f"SGD has a {hook.replace('_dict_', '_dict ')} hook of its own"):
+        TrainState(module, optimizer)
+
+
+def test_a_hook_that_comes_later_is_refused_at_the_save() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = TrainState(module, optimizer)
+    optimizer.register_step_post_hook(lambda *given: None)  # adds nothing to the state
+    state.capture()
+    optimizer.register_state_dict_post_hook(lambda *given: None)
+    with pytest.raises(ConfigError, match="state_dict post hook"):
+        state.capture()
+
+
+def test_a_state_dict_that_is_put_on_one_optimizer_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state_dict = dict  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="SGD has a state_dict of its own"):
+        TrainState(module, optimizer)

@@ -1,4 +1,4 @@
-"""Plain attributes of modules, such as a counter that `forward` moves: no state dict holds them, and neither do we.
+"""Plain attributes of modules and optimizers, such as a counter that `forward` moves: no state dict holds them.
 
 Whether the next step depends on one nobody can tell: a cache is made again, a counter is not. So they are neither
 saved nor refused, but told.
@@ -7,6 +7,7 @@ saved nor refused, but told.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,17 +18,20 @@ log = logging.getLogger(__name__)
 _NOT_OURS = ("torch.", "lightning.", "pytorch_lightning.")
 _MOST_TOLD = 8
 _ANY = object()
+_KEPT = frozenset({"training", "state", "param_groups", "defaults"})
+"""Attributes of modules and optimizers that are saved, or made by the code."""
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 class PlainAttributes:
-    """What the attributes of all modules were when this was made.
+    """What the attributes of all modules and optimizers were when this was made.
 
     Looked at are public attributes of the training's own classes: plain values, and tensors that belong to no graph.
     """
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self._models = models
+        self._optimizers = optimizers
         self._before = self._found()
         self._told = False
 
@@ -41,23 +45,29 @@ class PlainAttributes:
             more = f" and {len(moved) - _MOST_TOLD} more" if len(moved) > _MOST_TOLD else ""
             log.warning(
                 "not saved: training changes %s%s. If the next step depends on such an attribute, make it a buffer, or "
-                "give its module get_extra_state and set_extra_state; a resume starts with what the constructor sets",
+                "give its module get_extra_state and set_extra_state, or put it into the optimizer's state; a resume "
+                "starts with what the constructor sets",
                 ", ".join(moved[:_MOST_TOLD]),
                 more,
             )
 
-    def _found(self) -> dict[str, object]:
-        found: dict[str, object] = {}
+    def _objects(self) -> Iterator[tuple[str, object]]:
         for model, root in self._models.modules.items():
             for path, module in root.named_modules():
-                if f"{type(module).__module__}.".startswith(_NOT_OURS):
-                    continue
-                prefix = ".".join(part for part in (model, path) if part)
-                for name, value in vars(module).items():
-                    if name != "training" and not name.startswith("_"):
-                        mark = _mark(value)
-                        if mark is not _ANY:
-                            found[f"{prefix}.{name}" if prefix else name] = mark
+                yield ".".join(part for part in (model, path) if part), module
+        for at, optimizer in enumerate(self._optimizers):
+            yield f"optimizer.{at}", optimizer
+
+    def _found(self) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for prefix, one in self._objects():
+            if f"{type(one).__module__}.".startswith(_NOT_OURS):
+                continue
+            for name, value in vars(one).items():
+                if name not in _KEPT and not name.startswith("_"):
+                    mark = _mark(value)
+                    if mark is not _ANY:
+                        found[f"{prefix}.{name}" if prefix else name] = mark
         return found
 
 

@@ -23,6 +23,8 @@ from txstore.train.names import Models
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
 from txstore.train.python_state import flatten, lifted_tensors, unflatten
 
+_HOOKED = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
 
 def optimizers_in(given: object) -> list[torch.optim.Optimizer]:
     """One optimizer, several, or several by name. The names are not kept: its state lies under the parameters' names.
@@ -49,21 +51,31 @@ class OptimizerPiece:
     """The piece of state that holds all optimizers.
 
     Raises:
-        ConfigError: An optimizer keeps its state in its own way, or holds a parameter that no model has.
+        ConfigError: An optimizer keeps its state in its own way, by a state_dict or by hooks, or holds a parameter that
+            no model has.
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], models: Models) -> None:
         self._optimizers = optimizers
         self._models = models
-        for optimizer in self._optimizers:
-            if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-                raise ConfigError(
-                    f"{type(optimizer).__name__} has a state_dict of its own",
-                    next_step="pass it in extras, if its state_dict is plain and equal on all ranks",
-                )
+        self._refuse_own_ways()
         self.layouts()
         # Now, before a scheduler or a resume moves anything.
         self._set = [[_settings(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
+
+    def _refuse_own_ways(self) -> None:
+        """What a state_dict of an optimizer's own, or a hook of one, adds to the state or makes of it, is not seen."""
+        for optimizer in self._optimizers:
+            way = "a state_dict"
+            if getattr(optimizer.state_dict, "__func__", None) is torch.optim.Optimizer.state_dict:
+                hooked = [name for name in _HOOKED if getattr(optimizer, f"_optimizer_{name}_hooks", None)]
+                if not hooked:
+                    continue
+                way = f"a {hooked[0].replace('_dict_', '_dict ')} hook"
+            raise ConfigError(
+                f"{type(optimizer).__name__} has {way} of its own",
+                next_step="pass it in extras, if its state_dict is plain and equal on all ranks",
+            )
 
     def layouts(self) -> list[OptimizerLayout]:
         """Class and ordered names of the parameters of each optimizer: what a resume must have alike."""
@@ -78,7 +90,12 @@ class OptimizerPiece:
         return {id(parameter): fqn for fqn, parameter in self._models.parameters().items()}
 
     def capture(self, place: Place) -> PieceState:  # noqa: ARG002 - the signature of a piece
-        """Settings and the structure of the state by value, tensors by reference."""
+        """Settings and the structure of the state by value, tensors by reference.
+
+        Raises:
+            ConfigError: A hook was registered since.
+        """
+        self._refuse_own_ways()
         shared: list[dict[str, Any]] = []
         tensors: dict[str, torch.Tensor] = {}
         for at, (optimizer, layout) in enumerate(zip(self._optimizers, self.layouts(), strict=True)):

@@ -120,7 +120,7 @@ class TrainState:
         # The streams come last: what is restored before them may draw from them.
         if rng:
             self.pieces["rng"] = RandomStreams(generators)
-        self._attributes = PlainAttributes(self._models)
+        self._attributes = PlainAttributes(self._models, several)
         self.history = History()
         facts = Facts(
             self._models,
