@@ -113,3 +113,12 @@ def test_what_an_optimizer_moves_beside_its_state_is_told(caplog: pytest.LogCapt
     state.capture()
     (message,) = told(caplog)
     assert "training changes optimizer.1.k. " in message
+
+
+def test_a_class_that_is_derived_from_the_trainings_own_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    module = Plain()
+    module.__class__ = type("FSDPPlain", (Plain,), {"__module__": "torch.distributed.fsdp"})  # as fully_shard does
+    state = TrainState(module)
+    module.calls += 1
+    state.capture()
+    assert "training changes calls. " in told(caplog)[0]

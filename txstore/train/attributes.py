@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from txstore.train.names import Models
+from txstore.train.rng import Generator
 
 log = logging.getLogger(__name__)
 
-_NOT_OURS = ("torch.", "lightning.", "pytorch_lightning.")
+_NOT_OURS = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "builtins.", "typing.", "abc.")
 _MOST_TOLD = 8
 _ANY = object()
 _KEPT = frozenset({"training", "state", "param_groups", "defaults"})
@@ -52,23 +53,26 @@ class PlainAttributes:
             )
 
     def _objects(self) -> Iterator[tuple[str, object]]:
-        for model, root in self._models.modules.items():
-            for path, module in root.named_modules():
-                yield ".".join(part for part in (model, path) if part), module
+        yield from self._models.named_modules()
         for at, optimizer in enumerate(self._optimizers):
             yield f"optimizer.{at}", optimizer
 
     def _found(self) -> dict[str, object]:
         found: dict[str, object] = {}
         for prefix, one in self._objects():
-            if f"{type(one).__module__}.".startswith(_NOT_OURS):
-                continue
+            is_own = _is_own(type(one))
             for name, value in vars(one).items():
-                if name not in _KEPT and not name.startswith("_"):
+                # A generator that came or went is another than the one that is saved, whoever keeps it.
+                if isinstance(value, Generator) or (is_own and name not in _KEPT and not name.startswith("_")):
                     mark = _mark(value)
                     if mark is not _ANY:
                         found[f"{prefix}.{name}" if prefix else name] = mark
         return found
+
+
+def _is_own(kind: type) -> bool:
+    """Whether a class, or one that it is derived from, is the training's own. FSDP2 derives one from each class."""
+    return any(not f"{one.__module__}.".startswith(_NOT_OURS) for one in kind.__mro__)
 
 
 def _mark(value: object) -> object:
@@ -77,4 +81,4 @@ def _mark(value: object) -> object:
         return type(value), value
     if isinstance(value, torch.Tensor):
         return _ANY if value.grad_fn is not None else (id(value), value._version)  # noqa: SLF001 - counts writes
-    return _ANY
+    return id(value) if isinstance(value, Generator) else _ANY

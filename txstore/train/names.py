@@ -101,6 +101,15 @@ class Models:
                         found[_join(model, f"{path}.{name}" if path else name)] = part, name
         return found
 
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module once, by the first of its names."""
+        seen: set[int] = set()
+        for model, module in self.modules.items():
+            for path, part in _modules(module, ""):
+                if id(part) not in seen:
+                    seen.add(id(part))
+                    yield (_join(model, path) if path else model), part
+
     def module_names(self) -> set[str]:
         """Names of all modules."""
         return {

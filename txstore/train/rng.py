@@ -49,6 +49,34 @@ def with_loaders(generators: Mapping[str, Generator] | None, loaders: Iterable[o
     return found
 
 
+def with_modules(generators: Mapping[str, Generator], modules: Iterable[tuple[str, object]]) -> dict[str, Generator]:
+    """The given generators, and those that modules keep to draw from in `forward`: no module's state dict holds them.
+
+    Each is called by its module and attribute: ``module-layers-3-noise``. Those of the system have no state.
+    """
+    found = dict(generators)
+    known = {id(one) for one in (*found.values(), random._inst, np.random.mtrand._rand, torch.default_generator)}  # noqa: SLF001 - as in `process_streams`
+    for path, module in modules:
+        for attribute, kept in vars(module).items():
+            for place, one in _kept(attribute, kept):
+                if isinstance(one, Generator) and not isinstance(one, random.SystemRandom) and id(one) not in known:
+                    known.add(id(one))
+                    name = re.sub(r"[^A-Za-z0-9_-]", "-", ".".join(part for part in ("module", path, place) if part))
+                    while name in found:
+                        name += "-"
+                    found[name] = one
+    return found
+
+
+def _kept(attribute: str, value: object) -> Iterable[tuple[str, object]]:
+    """What an attribute holds: itself, or what is in its list, tuple or dict."""
+    if isinstance(value, dict):
+        return [(f"{attribute}.{key}", one) for key, one in value.items() if isinstance(one, Generator)]
+    if isinstance(value, list | tuple):
+        return [(f"{attribute}.{at}", one) for at, one in enumerate(value) if isinstance(one, Generator)]
+    return [(attribute, value)]
+
+
 def capture_streams(generators: Mapping[str, Generator] | None = None) -> Streams:
     """The state of every stream by name: ``python``, ``numpy``, ``torch``, ``cuda:0`` and ``generator.<name>``.
 

@@ -51,7 +51,7 @@ from txstore.train.proof import Check
 from txstore.train.proof_piece import Facts, ProofPiece
 from txstore.train.proof_watch import ProofWatch
 from txstore.train.python_blobs import SHARED, blob, digest_of, own_key, pack, saved_keys, unpack
-from txstore.train.rng import Generator, RandomStreams, capture_streams, with_loaders
+from txstore.train.rng import Generator, RandomStreams, capture_streams, with_loaders, with_modules
 from txstore.train.scaler import ScalerPiece
 from txstore.train.stateful import SchedulerPiece, scoped
 
@@ -71,7 +71,8 @@ class TrainState:
         extras: Objects with state dicts by name (EMA, callbacks). Equal on all ranks, unless marked `per_rank`.
         progress: The loop's counters; a new one if none is given, to be moved as `progress`.
         rng: Whether to save the random streams.
-        generators: Generators of your own by name (numpy, torch, `random.Random`); those of loaders are found.
+        generators: Generators of your own by name (numpy, torch, `random.Random`); those of loaders are found, and so
+            are attributes of modules.
 
     Attributes:
         pieces: Every piece of state by name, in the order of a restore.
@@ -106,7 +107,7 @@ class TrainState:
         sources = {name: one.item for name, one in scoped(data, "data", is_shared=False).items()}
         if generators and not rng:
             raise ConfigError("generators are given, and rng=False saves none", next_step="leave one of the two out")
-        generators = with_loaders(generators, sources.values())
+        generators = with_modules(with_loaders(generators, sources.values()), self._models.named_modules())
         self.pieces: dict[str, Piece] = {
             "model": self._model,
             "optimizer": self._optimizers,
