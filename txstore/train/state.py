@@ -28,6 +28,7 @@ from txstore.compat.key_tables import TensorFact
 from txstore.errors import ConfigError, StateMismatch, UnsupportedValue
 from txstore.train.attributes import PlainAttributes
 from txstore.train.captured import Applied, Captured, Compared
+from txstore.train.comm_hooks import refuse_hooks_with_state
 from txstore.train.cursor import CursorPiece
 from txstore.train.extras import ExtrasPiece
 from txstore.train.gradients import GradientsPiece
@@ -103,7 +104,10 @@ class TrainState:
         several = optimizers_in(optimizers)
         self._model = ModelPiece(self._models)
         self._optimizers = OptimizerPiece(several, self._models)
-        self._extras = ExtrasPiece(scoped(extras, "extra", is_shared=True))
+        others = scoped(extras, "extra", is_shared=True)
+        self._extras = ExtrasPiece(others)
+        self._others = [one.item for one in others.values()]
+        refuse_hooks_with_state(self._models, self._others)
         sources = {name: one.item for name, one in scoped(data, "data", is_shared=False).items()}
         if generators and not rng:
             raise ConfigError("generators are given, and rng=False saves none", next_step="leave one of the two out")
@@ -155,11 +159,13 @@ class TrainState:
 
         Raises:
             UnsupportedValue: Something could not be restored exactly; names its path.
+            ConfigError: A hook that keeps state was registered since.
         """
         place = Place(rank, world_size)
+        refuse_hooks_with_state(self._models, self._others)
         self._attributes.tell()
         progress = self.progress.recorded()
-        states = self._states(place)
+        states = {name: piece.capture(place) for name, piece in self.pieces.items()}
         state: dict[str, Any] = {}
         for name, piece in states.items():
             _add(state, piece.tensors, name)
@@ -178,9 +184,6 @@ class TrainState:
         for piece in states.values():
             digests |= {name: digest_of(value) for name, value in piece.replicated.items()}
         return Captured(state, progress, tuple(states), digests)
-
-    def _states(self, place: Place) -> dict[str, PieceState]:
-        return {name: piece.capture(place) for name, piece in self.pieces.items()}
 
     def python_target(self, metadata: Metadata, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
         """The part of `target` that holds the Python state: load it first, and `check` it, at little cost."""
