@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,8 +25,16 @@ class Plain(nn.Module):
         self.hidden: torch.Tensor | None = None
         self.seen: torch.Tensor | None = None
         self.where = "here"
+        self.pair = (torch.zeros(2), torch.zeros(2))
+        self.counts: Any = np.zeros(3, dtype=np.int64)
+        self.table = np.arange(100_000).reshape(100, -1).T
+        self.last: deque[float] = deque([0.0] * 40, maxlen=40)
+        self.queue: list[Any] = []
+        self.classes = {1}
+        self.by_name: dict[str, Any] = {"seen": {"cats": [1, 2]}, "of": [self.inner]}
         self._private = 0
         self.register_buffer("kept", torch.zeros(1))
+        self.both = [self.kept, self.inner.weight]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x)
@@ -46,7 +56,54 @@ def begin(module: Any) -> None:
     module.later = 3.0
 
 
-@pytest.mark.parametrize(("change", "name"), [(count, "calls"), (carry, "hidden"), (begin, "later")])
+def carry_pair(module: Any) -> None:
+    module.pair = (torch.ones(2), module.pair[1])
+
+
+def count_in_place(module: Any) -> None:
+    module.counts[1] += 1
+
+
+def write_into_a_table(module: Any) -> None:
+    module.table += 1
+
+
+def push(module: Any) -> None:
+    module.last.append(1.0)  # one goes for it
+
+
+def enqueue(module: Any) -> None:
+    module.queue.append(object())
+
+
+def meet(module: Any) -> None:
+    module.classes.add(len(module.classes) + 1)
+
+
+def note(module: Any) -> None:
+    module.by_name["seen"]["cats"][1] += 1
+
+
+def write_into_one_of_a_pair(module: Any) -> None:
+    module.pair[1].add_(1)
+
+
+CHANGES: list[tuple[Any, str]] = [
+    (count, "calls"),
+    (carry, "hidden"),
+    (begin, "later"),
+    (carry_pair, "pair"),
+    (write_into_one_of_a_pair, "pair"),
+    (count_in_place, "counts"),
+    (write_into_a_table, "table"),
+    (push, "last"),
+    (enqueue, "queue"),
+    (meet, "classes"),
+    (note, "by_name"),
+]
+
+
+@pytest.mark.parametrize(("change", "name"), CHANGES)
 def test_what_moved_is_told_once(change: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     module = nn.Sequential(Plain())
     state = TrainState({"actor": module})
@@ -84,6 +141,10 @@ def test_what_is_saved_or_of_one_step_is_not_told(caplog: pytest.LogCaptureFixtu
     module = Plain()
     state = TrainState(module)
     module.kept += 1
+    with torch.no_grad():
+        module.inner.weight += 1
+    module.classes = set(module.classes)
+    module.counts = module.counts.copy()
     module.seen = module(torch.ones(2)) * 2  # of this step's graph: the next step cannot go on with it
     module._private = 5
     module.eval()

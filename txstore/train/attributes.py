@@ -7,8 +7,13 @@ saved nor refused, but told.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice
+from typing import Any
 
+import numpy as np
 import torch
 
 from txstore.train.names import Models
@@ -18,21 +23,39 @@ log = logging.getLogger(__name__)
 
 _NOT_OURS = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "builtins.", "typing.", "abc.")
 _MOST_TOLD = 8
+_FEW = 16
+"""So many things in a list are looked at, and of an array at least..."""
+_ELEMENTS = 2048
+"""...so many elements."""
 _ANY = object()
 _KEPT = frozenset({"training", "state", "param_groups", "defaults"})
 """Attributes of modules and optimizers that are saved, or made by the code."""
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
+class _Answers(dict[type, bool]):
+    """What is asked of a class, once for each: `isinstance` takes too long for all attributes."""
+
+    def __init__(self, ask: Callable[[type], bool]) -> None:
+        self._ask = ask
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = self._ask(kind)
+        return self[kind]
+
+
 class PlainAttributes:
     """What the attributes of all modules and optimizers were when this was made.
 
-    Looked at are public attributes of the training's own classes: plain values, and tensors that belong to no graph.
+    Looked at are public attributes of the training's own classes: plain values, tensors that belong to no graph,
+    arrays, and tuples, lists, sets, dicts and deques of them.
     """
 
     def __init__(self, models: Models, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self._models = models
         self._optimizers = optimizers
+        self._is_own = _Answers(_is_own)
+        self._draws = _Answers(lambda kind: issubclass(kind, Generator))
         self._before = self._found()
         self._told = False
 
@@ -59,12 +82,15 @@ class PlainAttributes:
 
     def _found(self) -> dict[str, object]:
         found: dict[str, object] = {}
-        for prefix, one in self._objects():
-            is_own = _is_own(type(one))
+        objects = list(self._objects())
+        # A buffer that stands in a list as well is saved.
+        saved = {id(one) for _, module in objects for one in getattr(module, "_buffers", {}).values()}
+        for prefix, one in objects:
+            is_own = self._is_own[type(one)]
             for name, value in vars(one).items():
                 # A generator that came or went is another than the one that is saved, whoever keeps it.
-                if isinstance(value, Generator) or (is_own and name not in _KEPT and not name.startswith("_")):
-                    mark = _mark(value)
+                if self._draws[type(value)] or (is_own and name not in _KEPT and not name.startswith("_")):
+                    mark = _mark(value, saved)
                     if mark is not _ANY:
                         found[f"{prefix}.{name}" if prefix else name] = mark
         return found
@@ -75,10 +101,37 @@ def _is_own(kind: type) -> bool:
     return any(not f"{one.__module__}.".startswith(_NOT_OURS) for one in kind.__mro__)
 
 
-def _mark(value: object) -> object:
-    """What tells a value from another: itself, a tensor's identity and version, or `_ANY` if it is not looked at."""
+def _mark(value: object, saved: Collection[int], depth: int = 3) -> object:
+    """What tells a value from another, or `_ANY` if it is not looked at.
+
+    Plain values are compared themselves, a tensor by identity and version, an array by its bytes, what holds others by
+    its length and, three levels deep, by them: all of a few, of many those at both ends, where they come and go.
+    """
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, torch.Tensor):
-        return _ANY if value.grad_fn is not None else (id(value), value._version)  # noqa: SLF001 - counts writes
+        if value.grad_fn is not None or id(value) in saved or isinstance(value, torch.nn.Parameter):
+            return _ANY
+        return id(value), value._version  # noqa: SLF001 - counts writes
+    if isinstance(value, np.generic | np.ndarray):
+        return _mark_of_array(np.asarray(value))
+    if isinstance(value, tuple | list | deque | dict | set | frozenset):
+        marks = [_mark(one, saved, depth - 1) for one in (_ends(value) if depth else ())]
+        # The same set, made again, may come in another order.
+        return type(value), len(value), frozenset(marks) if isinstance(value, set | frozenset) else tuple(marks)
     return id(value) if isinstance(value, Generator) else _ANY
+
+
+def _ends(value: Collection[Any]) -> list[object]:
+    if isinstance(value, dict):
+        first, last = islice(value.items(), _FEW // 2), islice(reversed(value.items()), _FEW // 2)
+        return [one for pair in (*first, *last) for one in pair]
+    if isinstance(value, tuple | list | deque):
+        return [*islice(value, _FEW // 2), *islice(reversed(value), _FEW // 2)]
+    return list(value) if len(value) <= _FEW else []
+
+
+def _mark_of_array(array: np.ndarray) -> object:
+    step = max(1, array.size // _ELEMENTS)
+    seen = 0 if array.dtype.hasobject else zlib.crc32(array.flat[::step].tobytes())
+    return array.dtype.str, array.shape, seen
