@@ -28,6 +28,7 @@ from txstore.errors import (
     TransientError,
     UnusableStoreError,
 )
+from txstore.field_types import check_fields
 from txstore.in_flight import InFlight, Operation
 from txstore.store import ObjectInfo, Source, Store
 
@@ -55,6 +56,7 @@ class RetryPolicy:
     longest_wait_s: float = 20.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.attempts < 1 or min(self.deadline_s, self.first_wait_s, self.longest_wait_s) < 0:
             raise ConfigError(f"not a retry policy: {self}")
 

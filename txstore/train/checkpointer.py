@@ -24,6 +24,7 @@ from txstore.errors import (
     describe,
 )
 from txstore.events import Observer, SavePhase
+from txstore.field_types import check
 from txstore.manifest import Decision, Description
 from txstore.retry import RetryPolicy
 from txstore.store import Store
@@ -43,7 +44,7 @@ from txstore.train.request import Request, SaveHandle
 from txstore.train.resume import Resume, ResumeOptions
 from txstore.train.saves import BackgroundSaves
 from txstore.train.state import TrainState
-from txstore.train.telling import Teller
+from txstore.train.telling import Teller, observers_in
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +100,13 @@ class Checkpointer:
         own_groups: Groups | None = None,
         **options: object,
     ) -> None:
-        if not isinstance(state, TrainState):
-            raise ConfigError(f"the state is a {type(state).__name__}", next_step="pass a TrainState")
+        check("state", state, TrainState)
+        check("description", description, Description | None)
+        check("policy", policy, SavePolicy | None)
+        check("proof", proof, ProofPolicy | None)
+        check("retry", retry, RetryPolicy | None)
+        check("overwrite", overwrite, bool)
+        observers = observers_in(observers)
         self.state = state
         self.policy = policy or SavePolicy()
         self.description = description or Description()
@@ -249,6 +255,7 @@ class Checkpointer:
         Saves of this checkpointer that are on their way are waited for.
         """
         self._check_open()
+        check("options", options, ResumeOptions | None, "pass ResumeOptions(checkpoint='step-100')")
         self._ledger.wait_for_all()
         self._repeats.forget()
         options = options or ResumeOptions()
@@ -295,9 +302,13 @@ class Checkpointer:
 
         Raises:
             NotProved: Training does not go on where it stood, and the policy is to raise.
+            TransactionStateError: This checkpointer is closed: no save would carry it.
         """
+        if self._closed:
+            raise TransactionStateError("this checkpointer is closed")
         progress = self.state.progress
         try:
+            check("batch_id", batch_id, str | None)
             record = StepRecord(
                 step=progress.global_step,
                 loss=_number(loss),
@@ -306,7 +317,7 @@ class Checkpointer:
                 batch_id=None if batch_id is None else batch_id.encode().decode(),
                 consumed_samples=progress.consumed_samples,
             )
-        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             # Refused here, where it happens, and not by a save a hundred steps later.
             raise ConfigError(f"not a record of step {progress.global_step}: {describe(error)}") from error
         self.state.history.add(record)

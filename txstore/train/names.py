@@ -27,7 +27,8 @@ class Models:
         model: A module, or modules by name; the names go before those of their tensors.
 
     Raises:
-        ConfigError: No module, a name with a dot, or a module under FSDP1, whose flat parameters have no names.
+        ConfigError: No module, one under two names, a name with a dot, or a module under FSDP1, whose flat parameters
+            have no names.
     """
 
     def __init__(self, model: nn.Module | Mapping[str, nn.Module]) -> None:
@@ -39,6 +40,8 @@ class Models:
         self.modules: dict[str, nn.Module] = {"": model} if isinstance(model, nn.Module) else dict(model)
         if not self.modules:
             raise ConfigError("no model is given")
+        if len({id(module) for module in self.modules.values()}) < len(self.modules):
+            raise ConfigError("one model is given under two names", next_step="pass each model under one name")
         for name, module in self.modules.items():
             if not isinstance(module, nn.Module):
                 raise ConfigError(f"model {name!r} is a {type(module).__name__}, not a module")

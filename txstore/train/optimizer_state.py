@@ -30,19 +30,21 @@ def optimizers_in(given: object) -> list[torch.optim.Optimizer]:
     """One optimizer, several, or several by name. The names are not kept: its state lies under the parameters' names.
 
     Raises:
-        ConfigError: Something else.
+        ConfigError: Something else, or one twice: its state would lie under two keys, and be restored twice.
     """
     if isinstance(given, torch.optim.Optimizer):
         return [given]
     if isinstance(given, Mapping):
         given = given.values()
-    several = []
+    several: list[torch.optim.Optimizer] = []
     for one in given if isinstance(given, Iterable) else [given]:
         if not isinstance(one, torch.optim.Optimizer):
             raise ConfigError(
                 f"a {type(one).__name__} is no optimizer",
                 next_step="pass a torch.optim.Optimizer, or several; leave optimizers out if there is none",
             )
+        if any(one is other for other in several):
+            raise ConfigError(f"one {type(one).__name__} is given twice", next_step="pass each optimizer once")
         several.append(one)
     return several
 

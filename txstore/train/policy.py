@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 from txstore.errors import ConfigError
 from txstore.events import WhenBusy
+from txstore.field_types import check_fields
 from txstore.ops.report import Depth
 
 MOST_IN_FLIGHT = 64
@@ -40,12 +40,9 @@ class SavePolicy:
     deadline_s: float = 1800.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 1 <= self.max_in_flight <= MOST_IN_FLIGHT or self.max_failed_in_a_row < 0 or not self.deadline_s > 0:
             raise ConfigError(f"not a save policy: {self}")
-        if self.when_busy not in get_args(WhenBusy):
-            raise ConfigError(f"when_busy={self.when_busy!r} is none of {get_args(WhenBusy)}")
-        if self.verify not in {None, *get_args(Depth)}:
-            raise ConfigError(f"verify={self.verify!r} is none of {get_args(Depth)}")
         for limit in (self.max_staging_bytes, self.max_commit_lag_s):
             if limit is not None and not limit > 0:
                 raise ConfigError(f"not a save policy: a limit of {limit}; None means no limit")

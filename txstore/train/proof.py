@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from txstore.errors import ConfigError
+from txstore.field_types import check_fields
 from txstore.train.history import StepRecord
 
 FEWEST = 4
@@ -56,10 +57,9 @@ class ProofPolicy:
     on_failure: Literal["raise", "warn"] = "raise"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.steps < 1 or not min(self.loss_spreads, self.loss_fraction, self.norm_factor) > 0:
             raise ConfigError(f"not a proof policy: {self}")
-        if self.on_failure not in {"raise", "warn"}:
-            raise ConfigError(f"on_failure={self.on_failure!r} is neither 'raise' nor 'warn'")
 
 
 def loss_delta(window: Sequence[StepRecord], record: StepRecord) -> float | None:

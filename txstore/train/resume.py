@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader
@@ -37,6 +37,7 @@ from txstore.errors import (
     TxStoreError,
     UnknownVersion,
 )
+from txstore.field_types import check_fields
 from txstore.keys import SlotName, parse_decision_key
 from txstore.manifest import Decision, Description
 from txstore.ops.report import Depth
@@ -96,23 +97,14 @@ class ResumeOptions:
     on_world_size_change: OnWorldSizeChange = "error"
 
     def __post_init__(self) -> None:
-        if self.fallback not in {"error", "previous"}:
-            raise ConfigError(f"fallback={self.fallback!r} is neither 'error' nor 'previous'")
-        if self.depth not in get_args(Depth):
-            raise ConfigError(f"depth={self.depth!r} is none of {get_args(Depth)}")
-        unknown = (
-            [self.fresh]
-            if isinstance(self.fresh, str)
-            else sorted(name for name in set(self.fresh) if not is_freshable(name))
-        )
+        check_fields(self)
+        unknown = sorted(name for name in set(self.fresh) if not is_freshable(name))
         if unknown:
             raise ConfigError(
                 f"fresh={self.fresh!r}: only {sorted(FRESHABLE)} can be left fresh, or one object",
                 key=unknown[0],
                 next_step="name one object by its label, as in 'extra:ema'; labels are " + ", ".join(LABELS),
             )
-        if self.on_world_size_change not in {"error", "reseed"}:
-            raise ConfigError(f"on_world_size_change={self.on_world_size_change!r} is neither 'error' nor 'reseed'")
 
     def compared(self) -> tuple[object, ...]:
         """What must be equal on all ranks: the same choice, the same judgement."""

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from txstore.compat.key_tables import TensorFact
 from txstore.errors import ConfigError, StateMismatch, UnsupportedValue
+from txstore.field_types import check
 from txstore.train.attributes import PlainAttributes
 from txstore.train.captured import Applied, Captured, Compared
 from txstore.train.comm_hooks import refuse_hooks_with_state
@@ -95,10 +96,8 @@ class TrainState:
         rng: bool = True,
         generators: Mapping[str, Generator] | None = None,
     ) -> None:
-        if progress is not None and not isinstance(progress, TrainProgress):
-            raise ConfigError(
-                f"progress is a {type(progress).__name__}", next_step="pass a TrainProgress, or move state.progress"
-            )
+        check("progress", progress, TrainProgress | None, "pass a TrainProgress, or move state.progress")
+        check("rng", rng, bool)
         self.progress = progress or TrainProgress()
         self._models = Models(model)
         several = optimizers_in(optimizers)

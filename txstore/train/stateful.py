@@ -17,7 +17,13 @@ from txstore.train.rng import Generator
 from txstore.train.sample import sample
 
 
+def _kind(item: object) -> str:
+    return f"the class {item.__name__}" if isinstance(item, type) else f"a {type(item).__name__}"
+
+
 def _next_step(label: str, item: object) -> str:
+    if isinstance(item, type):
+        return "make an object of it"
     if isinstance(item, Generator):
         return "pass it as generators={'name': generator}"
     if label == "data":
@@ -83,10 +89,11 @@ def scoped(items: Any, label: str, *, is_shared: bool) -> dict[str, Scoped]:
         if not isinstance(name, str):
             raise ConfigError(f"not a name of the {label} pieces: {name!r}", next_step="use a text")
         one = item if isinstance(item, Scoped) else Scoped(item, is_shared=is_shared)
-        if not isinstance(one.item, Stateful):
+        given: object = one.item
+        if isinstance(given, type) or not isinstance(given, Stateful):
             raise ConfigError(
-                f"{label} {name!r} is a {type(one.item).__name__} without state_dict and load_state_dict",
-                next_step=_next_step(label, one.item),
+                f"{label} {name!r} is {_kind(given)} without state_dict and load_state_dict",
+                next_step=_next_step(label, given),
             )
         found[name] = one
     return found
@@ -115,7 +122,18 @@ class StatefulPiece:
         self.differing: list[str] = []
         # Now, before a step or a resume moves anything; functions may read what training changes.
         self._facts = {name: self.facts(one.item) for name, one in self._items.items()}
-        self._set = {name: self.settings(one.item) for name, one in self._items.items()}
+        self._set = {name: self._settings_of(name) for name in self._items}
+
+    def _settings_of(self, name: str) -> dict[str, str]:
+        try:
+            return self.settings(self._items[name].item)
+        except TxStoreError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self._label} {name!r} does not tell its state: {describe(error)}",
+                next_step="its state_dict must work; a LambdaLR, for one, cannot save a builtin: wrap it in a lambda",
+            ) from error
 
     def facts(self, item: Stateful) -> dict[str, str]:
         """What makes the state of an object mean what it means."""

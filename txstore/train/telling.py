@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TypedDict
 
 from txstore.errors import IntegrityError, TxStoreError
@@ -30,6 +30,7 @@ from txstore.events import (
     error_fields,
     restore_reason,
 )
+from txstore.field_types import check
 from txstore.manifest import Decision
 from txstore.ops.report import Report
 from txstore.train.history import StepRecord
@@ -43,6 +44,18 @@ class _Common(TypedDict):
     world_size: int
     checkpoint: str
     step: int | None
+
+
+def observers_in(given: Iterable[Observer]) -> tuple[Observer, ...]:
+    """Several observers.
+
+    Raises:
+        ConfigError: Something that cannot be called, or one that is not in a list.
+    """
+    check("observers", given, Iterable, "pass a list of them")
+    several = tuple(given)
+    check("observers", several, Collection[Observer])
+    return several
 
 
 class Teller:
