@@ -404,6 +404,19 @@ def test_a_scaler_between_unscale_and_step_is_refused() -> None:
         one.state.capture()
 
 
+def test_a_scaler_between_step_and_update_is_refused() -> None:
+    one = scaled()
+    one.run(1)
+    one.scaler.scale(one.module(torch.randn(5, 4)).sum()).backward()
+    one.state.progress.micro_step = 1  # of two: gradients that no step has used are no reason
+    one.state.capture()
+    one.scaler.step(one.optimizers[0])
+    with pytest.raises(UnsupportedValue, match=r"step has used, and no update has followed"):
+        one.state.capture()
+    one.scaler.update()
+    one.state.capture()
+
+
 def test_a_scaler_that_is_enabled_on_one_side_only_is_refused(store_url: str) -> None:
     save(scaled().state, store_url, 1)
     other = scaled()

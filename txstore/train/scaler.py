@@ -28,13 +28,17 @@ class ScalerPiece(StatefulPiece):
         """The scaler's state.
 
         Raises:
-            UnsupportedValue: Gradients have been unscaled and not stepped with: its state does not tell.
+            UnsupportedValue: Gradients have been unscaled and not stepped with, or stepped with and the scale not updated:
+                its state tells neither, nor whether they were finite.
         """
         for scaler in self._scalers:
             states = getattr(scaler, "_per_optimizer_states", {})
-            if any(state["stage"] is OptState.UNSCALED for state in states.values()):
+            stages = {state["stage"] for state in states.values()}
+            if stages - {OptState.READY}:
+                is_used = OptState.UNSCALED not in stages
                 raise UnsupportedValue(
-                    "the scaler has unscaled gradients that no step has used",
+                    "the scaler has unscaled gradients that "
+                    + ("a step has used, and no update has followed" if is_used else "no step has used"),
                     key="scaler",
                     next_step="save after scaler.step and scaler.update, or before unscale_",
                 )
