@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txstore.compat import KeyPlan, OptimizerLayout, TensorFact, judge, migration, migrations
-from txstore.errors import ConfigError
+from txstore.errors import ConfigError, Incompatible
 from txstore.manifest import Description
 
 OLD, NEW = TensorFact("float32", (32000, 8)), TensorFact("float32", (32128, 8))
@@ -250,15 +250,13 @@ def test_covered_parameters_may_come_go_and_move_and_no_others(today: tuple, all
     ).allowed
 
 
-def test_another_optimizer_needs_a_migration_that_says_so() -> None:
-    register(optimizers=True)
-    other = (OptimizerLayout("SGD", LAYOUT[0].groups),)
-    judgement = judge(Description(), Description(), {}, {}, migrations=["m"], saved_layouts=LAYOUT, today_layouts=other)
-    assert judgement.allowed
-    swapped = (OptimizerLayout("SGD", (("b", "a", "head"), ("bias",))),)
-    assert not judge(
-        Description(), Description(), {}, {}, migrations=["m"], saved_layouts=LAYOUT, today_layouts=swapped
-    ).allowed
+def test_no_migration_makes_state_of_another_class_or_number_of_groups() -> None:
+    register(keys=["*"], parameters=["*"])
+    for other in (OptimizerLayout("SGD", LAYOUT[0].groups), OptimizerLayout("AdamW", LAYOUT[0].groups[:1])):
+        with pytest.raises(Incompatible, match=r"begin it anew: fresh=\{'optimizer'\}"):
+            judge(
+                Description(), Description(), {}, {}, migrations=["m"], saved_layouts=LAYOUT, today_layouts=(other,)
+            ).raise_if_blocked()
 
 
 def test_a_layout_names_each_parameter_once() -> None:

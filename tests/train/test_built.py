@@ -136,7 +136,7 @@ def test_buffers_that_only_one_side_has(store_url: str) -> None:
         owner(first).counts += 1
         first.progress.global_step = 1
         saves.save()
-    with pytest.raises(StateMismatch, match=r"temporary\.rank-0\.counts"):
+    with pytest.raises(StateMismatch, match=r"buffer 'counts' was saved, and there is none here: make it"):
         resume(make(module=Rotary(counted=False)), store_url)
 
 

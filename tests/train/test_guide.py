@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.utils.data
+from torch import nn
 from torch.optim import lr_scheduler as rates
 
 from txstore import errors, train
+from txstore.compat import migrations
+from txstore.manifest import Description
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.resume import Resume
 from txstore.train.state import TrainState
@@ -116,3 +120,62 @@ def test_a_new_learning_rate_is_that_of_a_run_that_had_it_all_along(name: str, s
             found = [run.rates(), *run.train(5)]
             assert torch.allclose(torch.tensor(found), torch.tensor(told[begin - 1 : begin + 5]), rtol=1e-5, atol=0)
             saves.save()
+
+
+EXAMPLES = [
+    block
+    for block in re.findall(
+        r"```python\n(.*?)```",
+        (ROOT / "docs" / "guides" / "compatibility-of-resume.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
+    if "@migration(" in block
+]
+
+
+class Net(nn.Module):
+    def __init__(self, rows: int, layers: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(rows, 4), nn.Linear(4, 2)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+
+def made(rows: int, layers: int) -> tuple[Net, torch.optim.Optimizer, train.TrainState]:
+    net = Net(rows, layers)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    return net, optimizer, train.TrainState(net, optimizer)
+
+
+def trained(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    x = net.embed(torch.arange(6))
+    for layer in net.layers:
+        x = x + layer(x)
+    net.head(x).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("fresh", [set(), {"optimizer"}], ids=["moments kept", "moments anew"])
+@pytest.mark.parametrize(
+    ("name", "after"), [("grow-vocab-v2", (9, 2)), ("other-depth", (6, 3)), ("other-depth", (6, 1))]
+)
+def test_each_migration_of_the_guide_is_resumed_and_trained_on(
+    name: str, after: tuple[int, int], fresh: set[str], store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migrations, "_registered", {})
+    for example in EXAMPLES:
+        exec(example, {})
+    net, optimizer, state = made(6, 2)
+    trained(net, optimizer)
+    old, new = (Description(fingerprints={"model_config": name, "tokenizer": "same"}) for name in ("old", "new"))
+    with Checkpointer(store_url, state, description=old) as saves:
+        saves.save()
+    now, again, state = made(*after)
+    with Checkpointer(store_url, state, description=new) as saves:
+        report = saves.resume(train.ResumeOptions(migrations=[name], fresh=fresh))
+        assert report.proved
+        assert f"migration {name}" in report.accepted
+        assert torch.equal(now.embed.weight[:6], net.embed.weight)
+        assert bool(again.state) is not bool(fresh)
+        trained(now, again)
+        state.progress.global_step += 1
+        saves.save()

@@ -150,6 +150,7 @@ def test_damage_is_a_typed_error_that_names_the_object_and_nothing_else_happens(
     with pytest.raises(FormatError if kind == "decision" else IntegrityError) as raised:
         resumed(store, run=run)
     assert name in raised.value.key or name in str(raised.value)
+    assert "fallback='previous' takes the one before, step-4" in raised.value.next_step
     assert not [call for call in store.calls if call[0] in {"put", "create", "delete"}]
     changed = differing(before, run)
     if (kind, how) == ("shard", "flipped"):
@@ -236,8 +237,18 @@ def test_a_damaged_store_document_is_nobodys_checkpoint(store_url: str) -> None:
 def test_a_named_checkpoint_is_never_replaced_by_another(store_url: str) -> None:
     trained(store_url)
     damage(store_url, "manifest", "flipped", "step-4")
-    with pytest.raises(IntegrityError):
+    with pytest.raises(IntegrityError) as raised:
         resumed(store_url, ResumeOptions(checkpoint="step-4", fallback="previous"))
+    assert "fallback" not in str(raised.value)
+
+
+def test_the_one_before_is_named_only_if_there_is_one(store_url: str) -> None:
+    trained(store_url)
+    for checkpoint in ("step-2", "step-4", "step-6"):
+        damage(store_url, "decision", "flipped", checkpoint)
+    with pytest.raises(FormatError) as raised:
+        resumed(store_url)
+    assert "fallback" not in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", PARTS)
@@ -688,8 +699,11 @@ def test_what_does_not_hold_after_the_restore_is_not_proved(store_url: str, monk
     trained(store_url)
     now = Facts.shared
     monkeypatch.setattr(Facts, "shared", lambda facts: {**now(facts), "global step": 5})
-    with pytest.raises(NotProved, match=r"global step: 5, 6 was saved"):
+    with pytest.raises(NotProved, match=r"global step: 5, 6 was saved.*end this process.*Build it as it was"):
         resumed(store_url, PREVIOUS)
+    monkeypatch.setattr(Facts, "shared", lambda facts: {**now(facts), "param groups": [9]})
+    with pytest.raises(NotProved, match=r"or begin this anew, on purpose: fresh=\{'optimizer'\}"):
+        resumed(store_url)
 
 
 class Cursor(Counter):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -14,7 +14,7 @@ from txstore.compat.differences import (
     compare_topologies,
 )
 from txstore.compat.key_tables import KeyTable
-from txstore.compat.layouts import OptimizerLayout, compare_layouts
+from txstore.compat.layouts import OptimizerLayout, compare_layouts, compare_values
 from txstore.compat.load_plan import LoadPlan, Migrated, migrate
 from txstore.compat.matrix import Matrix, Sizes, entry_for
 from txstore.compat.migrations import Migration, find_migrations, names_of
@@ -135,6 +135,7 @@ def judge(
     required: Collection[str] = (),
     saved_layouts: Sequence[OptimizerLayout] | None = None,
     today_layouts: Sequence[OptimizerLayout] | None = None,
+    with_moments: Mapping[str, str] | None = None,
     others: Iterable[Difference] = (),
 ) -> Judgement:
     """Compare a checkpoint with today's run. Pure: nothing is opened, nothing is loaded.
@@ -152,6 +153,7 @@ def judge(
         required: Fingerprints that must be known on both sides and equal.
         saved_layouts: Of the checkpoint's optimizers; None if they are not known.
         today_layouts: Of today's optimizers; None if they are not compared.
+        with_moments: By key, the parameters of which the checkpoint's optimizers have state that would be loaded.
         others: Differences that the pieces of state have found themselves.
 
     Raises:
@@ -167,6 +169,10 @@ def judge(
     layouts = compare_layouts(saved_layouts, today_layouts)
     migrated = migrate(chosen, saved_keys, today_keys, _open([*facts, *layouts], accept))
     layouts = _migrated_layouts(layouts, saved_layouts, today_layouts, migrated.used)
+    made = migrated.plan.made()
+    anew = {name: made[key] for key, name in (with_moments or {}).items() if key in made}
+    layouts += [_by_migration(one, migrated.used) for one in compare_values(anew)]
+    named = {name for side in (*(saved_layouts or ()), *(today_layouts or ())) for one in side.groups for name in one}
     facts = [_by_migration(_by_name(one, accept), migrated.used) for one in facts]
     topology = [_by_name(one, accept) for one in compare_topologies(saved.topology, today.topology)]
     topology, entry = _by_matrix(topology, saved.topology, today.topology, matrix)
@@ -186,7 +192,11 @@ def judge(
             ),
         ),
         record=tuple(dict.fromkeys(record)),
-        plan=migrated.plan,
+        plan=replace(
+            migrated.plan,
+            parameters=frozenset(name for name in named if any(one.covers_parameter(name) for one in migrated.used)),
+            anew=frozenset(anew),
+        ),
         matrix_entry=entry,
     )
 

@@ -7,7 +7,7 @@ take each other's moments, and no shape would tell.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from txstore.compat.differences import Difference, accept_step
@@ -91,16 +91,32 @@ def _optimizer(name: str, saved: str, now: str) -> Difference:
         saved,
         now,
         change_class=3,
-        next_step="the one that saved, a migration with optimizers=True, or begin it anew: fresh={'optimizer'}",
+        next_step="the one that saved, or begin it anew: fresh={'optimizer'}",
     )
 
 
 def _parameter(name: str, saved: str | None, now: str | None) -> Difference:
-    step = (
-        "build the parameter groups in the saved order, a migration that covers this parameter, "
-        "or begin the optimizer anew: fresh={'optimizer'}"
-    )
-    return Difference("parameter", name, saved, now, change_class=3, next_step=step)
+    return Difference("parameter", name, saved, now, change_class=3, next_step=f"build the groups as saved, {_COVERED}")
+
+
+_COVERED = (
+    "a migration whose parameters= covers this parameter (what is new begins without moments), "
+    "or begin the whole optimizer anew: fresh={'optimizer'}"
+)
+
+
+def compare_values(made: Mapping[str, str]) -> list[Difference]:
+    """Parameters whose saved state in an optimizer belongs to another value than a migration gives them.
+
+    Moments of the old shape would be loaded, and the optimizer's first step fail; of the same shape, nothing would.
+
+    Args:
+        made: What each gets, in words, by its name.
+    """
+    saved = "its value, and moments of it"
+    return [
+        Difference("parameter", name, saved, what, change_class=3, next_step=_COVERED) for name, what in made.items()
+    ]
 
 
 def _place(where: str, group: int | None) -> str:

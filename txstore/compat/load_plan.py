@@ -21,12 +21,28 @@ class LoadPlan:
         dropped: Saved keys that are not loaded.
         fresh: Today's keys that are not loaded.
         transforms: Today's key to the function that makes its value from the saved and the fresh one.
+        parameters: Parameters, saved or today's, that the migrations cover: they may be in one optimizer only, or at
+            another place.
+        anew: Those of them that get another value than the saved one: their state in an optimizer begins anew.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     fresh: tuple[str, ...] = ()
     transforms: Mapping[str, Transform] = field(default_factory=dict)
+    parameters: frozenset[str] = frozenset()
+    anew: frozenset[str] = frozenset()
+
+    @property
+    def changes_keys(self) -> bool:
+        """Whether a key is not loaded as ever."""
+        return bool(self.renamed or self.dropped or self.fresh or self.transforms)
+
+    def made(self) -> dict[str, str]:
+        """Today's keys that do not get the value which was saved under their name, and what they get, in words."""
+        made = {key: f"the value of {source}" for key, source in self.renamed.items()}
+        made |= dict.fromkeys(self.fresh, "the value of the new model")
+        return made | dict.fromkeys(self.transforms, "a value that the migration makes")
 
     def source(self, key: str) -> str | None:
         """The saved key from which today's `key` is loaded; None if it stays fresh."""

@@ -55,8 +55,8 @@ class Migration:
         planner: Says what becomes of the keys.
         fingerprints: Fingerprints that may differ.
         keys: Patterns (``*``, ``?``) of the keys that the plan may touch, saved and today's.
-        parameters: Patterns of the optimizer's parameters that may come, go or move.
-        optimizers: Whether the class and the groups of optimizers may differ.
+        parameters: Patterns of the optimizer's parameters that may come, go or move, or get another value by the plan.
+            What is new or has another value begins without moments; what moved keeps its own, by its name.
     """
 
     name: str
@@ -64,7 +64,6 @@ class Migration:
     fingerprints: frozenset[str]
     keys: tuple[str, ...]
     parameters: tuple[str, ...]
-    optimizers: bool
 
     def covers(self, difference: Difference) -> bool:
         """Whether it speaks of this difference. A key must also be settled by its plan."""
@@ -73,8 +72,6 @@ class Migration:
                 return difference.name in self.fingerprints
             case "parameter":
                 return self.covers_parameter(difference.name)
-            case "optimizer":
-                return self.optimizers
             case "missing_key" | "unexpected_key" | "dtype" | "shape":
                 return self.covers_key(difference.name)
             case _:
@@ -85,7 +82,7 @@ class Migration:
         return any(fnmatchcase(name, pattern) for pattern in self.keys)
 
     def covers_parameter(self, name: str) -> bool:
-        """Whether this parameter of an optimizer may come, go or move."""
+        """Whether this parameter of an optimizer may come, go, move or get another value."""
         return any(fnmatchcase(name, pattern) for pattern in self.parameters)
 
 
@@ -98,7 +95,6 @@ def migration(
     fingerprints: Collection[str] = (),
     keys: Collection[str] = (),
     parameters: Collection[str] = (),
-    optimizers: bool = False,
 ) -> Callable[[Planner], Planner]:
     """Register the decorated planner as a migration. The arguments are those of `Migration`.
 
@@ -111,7 +107,7 @@ def migration(
         what: names_of(given, what)
         for what, given in (("fingerprints", fingerprints), ("keys", keys), ("parameters", parameters))
     }
-    if not (any(names.values()) or optimizers):
+    if not any(names.values()):
         raise ConfigError(f"migration {name!r} covers nothing", next_step="name fingerprints, keys or parameters")
 
     def register(planner: Planner) -> Planner:
@@ -124,7 +120,6 @@ def migration(
             fingerprints=frozenset(names["fingerprints"]),
             keys=names["keys"],
             parameters=names["parameters"],
-            optimizers=optimizers,
         )
         return planner
 

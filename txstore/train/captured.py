@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from txstore import manifest
 from txstore.compat.differences import Difference
 from txstore.compat.layouts import OptimizerLayout
-from txstore.errors import PlanMismatch
+from txstore.errors import PlanMismatch, StateMismatch, UnsupportedValue
 from txstore.train.model_state import PARAMETERS
+from txstore.train.piece import PieceState
 
 _REPLICAS = "make replicas equal; mark what each rank has for itself with per_rank; record equal values"
 _STAGES = (
@@ -61,11 +64,47 @@ class Compared:
         differences: What the pieces of state find different.
         saved_layouts: Of the checkpoint's optimizers; None if they are left fresh.
         today_layouts: Of today's optimizers.
+        with_moments: By key, the parameters of which the checkpoint's optimizers have state.
     """
 
-    differences: list[Difference]
-    saved_layouts: list[OptimizerLayout] | None
-    today_layouts: list[OptimizerLayout] | None
+    differences: list[Difference] = field(default_factory=list)
+    saved_layouts: list[OptimizerLayout] | None = None
+    today_layouts: list[OptimizerLayout] | None = None
+    with_moments: Mapping[str, str] = field(default_factory=dict)
+
+
+_SHOWN = 10
+
+
+def shared_of(piece: PieceState) -> Any:
+    """What is saved once for all ranks."""
+    return {**piece.shared, **piece.replicated} if piece.replicated else piece.shared
+
+
+def add_tensors(state: dict[str, Any], more: Mapping[str, torch.Tensor], name: str) -> None:
+    """Add tensors to a state dict.
+
+    Raises:
+        UnsupportedValue: Two have one name.
+    """
+    for key, tensor in more.items():
+        if key in state:
+            raise UnsupportedValue(f"{key!r} names two tensors, the second in {name!r}", key=key)
+        state[key] = tensor
+
+
+def refuse_unfit(problems: Sequence[str]) -> None:
+    """Do nothing if there are no problems.
+
+    Raises:
+        StateMismatch: Lists them.
+    """
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise StateMismatch(
+            f"the checkpoint does not fit: {'; '.join(problems[:_SHOWN])}{more}",
+            next_step="build the state as it was when it was saved; a piece may begin anew, on purpose, by fresh=",
+        )
 
 
 def refuse_unequal(digests: Sequence[Mapping[str, str]]) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from txstore.compat.differences import Difference
 from txstore.errors import UnsupportedValue
 from txstore.train.names import Models
-from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 from txstore.train.progress import TrainProgress
 from txstore.train.spent import is_spent, keeping_zeros, spent_kind, zeros_of
 
@@ -91,6 +91,10 @@ class GradientsPiece:
         # Spent gradients of parameters that are no more, or of other ranks, are nothing that could be missing.
         if not kinds or all(is_spent(kind) for kind in kinds.values()):
             return []
+        if loaded.plan.changes_keys:
+            # Those of a layer that is new are missing, and those of a value that a migration made are another value's.
+            began = "an accumulation window had begun, and a migration changes the model under its gradients"
+            return [f"{began} ({anew('gradients')})"]
         if not loaded.same_world:
             counts = (
                 f"{loaded.saved_world_size} ranks had begun an accumulation window, there are {loaded.place.world_size}"

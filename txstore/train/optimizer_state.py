@@ -7,7 +7,8 @@ and refuse a parameter that has no state. What was saved is what is restored, ab
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from txstore.compat.differences import Difference
 from txstore.compat.layouts import OptimizerLayout, compare_layouts
+from txstore.compat.load_plan import LoadPlan
 from txstore.errors import ConfigError, StateMismatch, TxStoreError, UnsupportedValue
 from txstore.train.built import as_text, class_of, compare_built
 from txstore.train.lifted import LiftedTensor, placements_of
 from txstore.train.names import Models
-from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 from txstore.train.python_state import flatten, lifted_tensors, unflatten
 
 _HOOKED = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
@@ -123,27 +125,56 @@ class OptimizerPiece:
     def targets(self, saved: SavedKeys, place: Place) -> Targets:  # noqa: ARG002 - the signature of a piece
         """A tensor for each saved one: the live one if it fits, else a new one, sharded like its parameter."""
         parameters = self._models.parameters()
+        left: set[str] = set()
         live: dict[str, torch.Tensor] = {}
         for at, optimizer in enumerate(self._optimizers):
             live |= self._flat(at, optimizer)[1]
+        left_behind = [saved.plan.parameters - kept for kept in self._kept(saved.plan)]
         tensors = {}
         for key, found in saved.tensors.items():
             if key.startswith(tuple(f"optimizer.{at}." for at in range(len(self._optimizers)))):
                 fqn = _parameter_of(key, parameters)
-                if fqn is None and key.split(".")[2] == "state":
-                    continue  # of a parameter that another pipeline stage holds; the ranks compare what they ask for
+                if key.split(".")[2] == "state":
+                    if _parameter_of(key, left_behind[int(key.split(".")[1])]) is not None:
+                        left.add(key)
+                        continue
+                    if fqn is None:
+                        continue  # of a parameter of another pipeline stage; the ranks compare what they ask for
                 tensors[key] = _target(live.get(key), parameters.get(fqn or ""), found.size, found.properties.dtype)
-        return Targets(tensors)
+        return Targets(tensors, frozenset(left))
+
+    def _kept(self, plan: LoadPlan) -> list[frozenset[str]]:
+        """For each optimizer, the parameters whose saved state is restored, if there is any."""
+        return [frozenset(fqn for group in one.groups for fqn in group) - plan.anew for one in self.layouts()]
 
     def problems(self, loaded: Loaded) -> list[str]:
         """Another optimizer, or other parameters in its groups, or state that the checkpoint does not hold."""
-        problems = [str(one) for one in compare_layouts(saved_layouts(loaded), self.layouts())]
-        for at, entry in enumerate(loaded.shared):
+        covered = loaded.plan.parameters.__contains__
+        sides = ([one.without(covered) for one in side] for side in (saved_layouts(loaded), self.layouts()))
+        problems = [str(one) for one in compare_layouts(*sides)]
+        problems += [] if problems else self._of_several(loaded)
+        for entry, kept in zip(loaded.shared, self._kept(loaded.plan), strict=False):
             if loaded.is_complete and not problems:
                 try:
-                    self._unflat(entry["state"], loaded.tensors)
+                    self._unflat(entry["state"], loaded.tensors, kept)
                 except TxStoreError as error:
-                    problems.append(f"optimizer {at}: {error}")
+                    problems.append(str(error))
+        return problems
+
+    def _of_several(self, loaded: Loaded) -> list[str]:
+        """State that lies under one parameter and may be of others too, as LBFGS has it, when those have changed."""
+        parameters, problems = self._models.parameters(), []
+        layouts = zip(saved_layouts(loaded), self.layouts(), strict=True)
+        for entry, kept, (before, after) in zip(loaded.shared, self._kept(loaded.plan), layouts, strict=True):
+            names = [{fqn for group in side.groups for fqn in group} for side in (before, after)]
+            if names[0] == names[1] and not loaded.plan.anew & names[1]:
+                continue
+            problems += [
+                f"{before.kind} keeps more numbers under {fqn!r} than it has, perhaps of parameters that a migration "
+                f"changes ({anew('optimizer')})"
+                for fqn, part in _parts(entry["state"])
+                if fqn in kept and _largest(part) > max(parameters[fqn].numel(), 1)
+            ]
         return problems
 
     def differences(self, loaded: Loaded) -> list[Difference]:
@@ -159,17 +190,17 @@ class OptimizerPiece:
         ]
 
     def _unflat(
-        self, data: bytes, tensors: Mapping[str, torch.Tensor]
+        self, data: bytes, tensors: Mapping[str, torch.Tensor], kept: Collection[str]
     ) -> tuple[list[dict[str, Any]], dict[Any, Any], dict[str, dict[str, Any]]]:
         """Settings by group, state that belongs to no parameter, and state by parameter."""
         common, parts = unflatten(data, {})
         parameters = self._models.parameters()
         found = unflatten(common, _taken(common, tensors, None))
-        states = {fqn: unflatten(part, _taken(part, tensors, parameters[fqn])) for fqn, part in parts}
+        states = {fqn: unflatten(part, _taken(part, tensors, parameters[fqn])) for fqn, part in parts if fqn in kept}
         return found["groups"], found["own"], states
 
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
-        """Settings and state, absent state included.
+        """Settings and state, absent state included. What a migration begins anew stays as the code made it.
 
         Raises:
             StateMismatch: An optimizer does not hold afterwards what was saved.
@@ -177,20 +208,54 @@ class OptimizerPiece:
         parameters = self._models.parameters()
         moments = groups = 0
         kept: list[str] = []
+        names = self._kept(loaded.plan)
         for at, (optimizer, entry) in enumerate(zip(self._optimizers, loaded.shared, strict=True)):
-            settings, own, states = self._unflat(entry["state"], loaded.tensors)
+            settings, own, states = self._unflat(entry["state"], loaded.tensors, names[at])
+            begun = self._begun(optimizer, saved_layouts(loaded)[at], loaded.plan)
             optimizer.state.clear()
             optimizer.state.update(own)
             for fqn, state in states.items():
                 optimizer.state[parameters[fqn]] = state
             for group, values in zip(optimizer.param_groups, settings, strict=True):
                 kept += [f"optimizer {at}: {name}" for name in _set_group(group, values, optimizer.defaults)]
-            if not kept and self._flat(at, optimizer)[0] != entry["state"]:
+            now, saved = (_of(state, states) for state in (self._flat(at, optimizer)[0], entry["state"]))
+            optimizer.state.update(begun)
+            if not kept and now != saved:
                 raise StateMismatch(f"optimizer {at} does not take the saved state", key=f"optimizer.{at}")
             self._set[at] = entry["settings"]
             groups += len(settings)
             moments += sum(isinstance(value, torch.Tensor) for state in states.values() for value in state.values())
         return {"param_groups": groups, "moment_tensors": moments, "settings_not_saved": kept}
+
+    def _begun(self, optimizer: torch.optim.Optimizer, before: OptimizerLayout, plan: LoadPlan) -> dict[Any, Any]:
+        """State of parameters that begin anew: what the optimizer made for them itself, as Adagrad does."""
+        known = {fqn for group in before.groups for fqn in group} - plan.anew
+        names = self._names()
+        return {
+            one: state for one, state in _parameter_states(optimizer) if _name(one, names) in plan.parameters - known
+        }
+
+
+def with_moments(loaded: Loaded) -> set[str]:
+    """The parameters of which a checkpoint's optimizers have state."""
+    return {fqn for entry in loaded.shared for fqn, _ in _parts(entry["state"])}
+
+
+def _parts(data: bytes) -> list[list[Any]]:
+    """Names of parameters, and the state of each as bytes."""
+    parts: list[list[Any]] = unflatten(data, {})[1]
+    return parts
+
+
+def _of(data: bytes, parameters: Collection[str]) -> tuple[bytes, list[list[Any]]]:
+    """One optimizer as bytes, but for the state of other parameters."""
+    common, parts = unflatten(data, {})
+    return common, [[fqn, part] for fqn, part in parts if fqn in parameters]
+
+
+def _largest(part: bytes) -> int:
+    """Numbers in the largest tensor of a parameter's state."""
+    return max((math.prod(one.shape) for one in lifted_tensors(part).values()), default=0)
 
 
 def saved_layouts(loaded: Loaded) -> list[OptimizerLayout]:
@@ -240,7 +305,7 @@ def _parameter_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.
             yield key, state
 
 
-def _parameter_of(key: str, parameters: Mapping[str, torch.Tensor]) -> str | None:
+def _parameter_of(key: str, parameters: Collection[str]) -> str | None:
     """The parameter whose state a key holds. No parameter's name continues another's after a dot."""
     parts = key.split(".")[3:]
     for end in range(1, len(parts)):

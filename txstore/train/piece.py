@@ -10,8 +10,11 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from txstore.compat.differences import Difference
+from txstore.compat.load_plan import LoadPlan
 
 OnWorldSizeChange = Literal["error", "reseed"]
+
+NO_PLAN = LoadPlan()
 
 FRESHABLE = frozenset({"optimizer", "scheduler", "scaler", "gradients", "extras", "data", "rng"})
 """Pieces of state that a resume may leave as they are: without a model or a progress it would be no resume."""
@@ -69,10 +72,12 @@ class SavedKeys:
     Attributes:
         tensors: Shape, dtype and chunks of every saved tensor, by key.
         world_size: How many ranks saved.
+        plan: What migrations do.
     """
 
     tensors: Mapping[str, TensorStorageMetadata]
     world_size: int
+    plan: LoadPlan = NO_PLAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,7 @@ class Loaded:
         on_world_size_change: The caller's choice for what is each rank's own.
         fresh: Objects of the piece, by name, that are not restored, on purpose: today's stay as they are, and what
             only the checkpoint has is left there.
+        plan: What migrations do.
     """
 
     shared: Any
@@ -114,6 +120,7 @@ class Loaded:
     saved_world_size: int
     on_world_size_change: OnWorldSizeChange
     fresh: frozenset[str] = frozenset()
+    plan: LoadPlan = NO_PLAN
 
     @property
     def same_world(self) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from txstore.compat.differences import Difference
 from txstore.train.history import History
 from txstore.train.names import Models
-from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, fresh_of
+from txstore.train.piece import FRESHABLE, Loaded, PieceState, Place, SavedKeys, Targets, fresh_of
 from txstore.train.progress import TrainProgress
 from txstore.train.proof import Check
 from txstore.train.python_state import flatten
@@ -199,7 +199,11 @@ class ProofPiece:
             found += _of_this_layout(_compare(own, self._facts.own()))
         else:
             found.append(Check("facts of this rank", ok=None, detail="another number of ranks saved"))
-        skipped = {fact for fact, piece in _FACTS_OF.items() if piece in fresh or fresh_of(fresh, piece)}
+        skipped = {
+            fact
+            for fact, pieces in _FACTS_OF.items()
+            if any(piece in fresh or fresh_of(fresh, piece) for piece in pieces.split())
+        }
         return [
             Check(check.name, ok=None, detail="left fresh, or migrated") if check.name in skipped else check
             for check in found
@@ -208,15 +212,16 @@ class ProofPiece:
 
 _FACTS_OF = {
     "parameters": "model",
+    "trained parameters": "model",
     "shards and buffers": "model",
     "buffers outside state dicts": "model",
     "modules in evaluation mode": "model",
     "learning rates": "optimizer",
     "param groups": "optimizer",
     "settings of param groups": "optimizer",
-    "moment tensors": "optimizer",
-    "moments": "optimizer",
-    "shards of moments": "optimizer",
+    "moment tensors": "optimizer moments",
+    "moments": "optimizer moments",
+    "shards of moments": "optimizer moments",
     "schedulers": "scheduler",
     "loss scale": "scaler",
     "scalers": "scaler",
@@ -224,7 +229,17 @@ _FACTS_OF = {
     "random streams": "rng",
     "next batch": "data",
 }
-"""The piece of state that each fact is about; the others are about what is always restored."""
+"""The pieces of state that each fact is about, by a space; the others are about what is always restored. ``moments``
+are those that a migration leaves behind or begins anew."""
+
+
+def way_on(failed: Iterable[str]) -> str:
+    """What to do when facts do not hold, by their names."""
+    pieces = {piece for name in failed for piece in _FACTS_OF.get(name, "").split() if piece in FRESHABLE}
+    fresh = "{" + ", ".join(map(repr, sorted(pieces))) + "}"
+    step = "do not train, and end this process: the state is not what was saved. Build it as it was when it was saved"
+    return f"{step}, or begin this anew, on purpose: fresh={fresh}" if pieces else step
+
 
 _OF_A_LAYOUT = {
     "layout",

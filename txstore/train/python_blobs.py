@@ -11,9 +11,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from txstore.compat.load_plan import LoadPlan
 from txstore.dcp.tensors import as_bytes
 from txstore.errors import FormatError, StateMismatch
-from txstore.train.piece import SavedKeys
+from txstore.train.model_state import fits
+from txstore.train.piece import NO_PLAN, SavedKeys
 from txstore.train.python_state import flatten, unflatten
 
 SHARED = "python.shared"
@@ -70,8 +72,8 @@ def digest_of(value: Any) -> str:
     return found.hexdigest()
 
 
-def saved_keys(metadata: Metadata) -> SavedKeys:
-    """What the metadata says of the tensors of a `TrainState`.
+def saved_keys(metadata: Metadata, plan: LoadPlan = NO_PLAN) -> SavedKeys:
+    """What the metadata says of the tensors of a `TrainState`, and what migrations do.
 
     Raises:
         FormatError: The checkpoint holds no `TrainState`.
@@ -82,4 +84,11 @@ def saved_keys(metadata: Metadata) -> SavedKeys:
     ranks = sorted(int(found[1]) for key in tensors if (found := _RANK.match(key)))
     if SHARED not in tensors or ranks != list(range(len(ranks))) or not ranks:
         raise FormatError("the checkpoint does not hold the state of a TrainState", key=SHARED)
-    return SavedKeys(tensors, len(ranks))
+    return SavedKeys(tensors, len(ranks), plan)
+
+
+def like(live: torch.Tensor | None, saved: TensorStorageMetadata) -> torch.Tensor:
+    """A tensor to load a saved one into: placed as the live one if it fits."""
+    if live is not None and not fits("", live, saved):
+        return torch.empty_like(live, requires_grad=False)
+    return torch.empty(saved.size, dtype=saved.properties.dtype)

@@ -44,12 +44,13 @@ from txstore.ops.report import Depth
 from txstore.store import Store
 from txstore.train import applied_once
 from txstore.train.captured import Compared
-from txstore.train.choice import choose, examine
+from txstore.train.choice import choose, examine, newest_readable
 from txstore.train.deadline import within
 from txstore.train.exchange import Exchange
 from txstore.train.migrated import MigratedLoad
 from txstore.train.piece import FRESHABLE, LABELS, OnWorldSizeChange, is_freshable
 from txstore.train.proof import Check
+from txstore.train.proof_piece import way_on
 from txstore.train.report import PassedOver, ResumeReport
 from txstore.train.saves import cause_of
 from txstore.train.state import TrainState, unaccounted
@@ -164,21 +165,33 @@ class Resume:
                 self.decision = decision
                 return report
             except TxStoreError as error:
+                name = self._damaged(decision, error)
+                if name is not None and self.options.fallback == "error":
+                    self._name_the_one_before(name, error)
                 self.teller.not_restored(decision, error)
-                name = self._may_pass_over(decision, error)
-                if name is None or name in damaged:
+                if name is None or name in damaged or self.options.fallback == "error":
                     raise
                 log.warning("%s is damaged, falling back to the one before: %s", name.checkpoint, error)
                 damaged[name] = error
                 report.fell_back.append(PassedOver(name.checkpoint, str(error)))
 
-    def _may_pass_over(self, decision: Decision | None, error: TxStoreError) -> SlotName | None:
-        """What is damaged by this error, if another checkpoint may be taken instead: the decision record included."""
-        if self.options.fallback == "error" or self.options.checkpoint is not None:
+    def _damaged(self, decision: Decision | None, error: TxStoreError) -> SlotName | None:
+        """What is damaged by this error, if another checkpoint could be taken instead: the decision record included."""
+        if self.options.checkpoint is not None:
             return None
         if not isinstance(error, IntegrityError | FormatError) or isinstance(error, UnknownVersion):
             return None
         return SlotName(decision.checkpoint, decision.slot) if decision else parse_decision_key(error.key)
+
+    def _name_the_one_before(self, name: SlotName, error: TxStoreError) -> None:
+        """Say in the error that `fallback` goes on, if it does: in step on all ranks, as the next choice would be."""
+        try:
+            found, _ = self._decide("choose", lambda: newest_readable(self.store, {name.checkpoint}))
+        except TxStoreError:  # the damage is the news, and not what else is wrong
+            return
+        if found is not None:
+            step = f"fallback='previous' takes the one before, {found.checkpoint}"
+            error.next_step = f"{error.next_step}; {step}" if error.next_step else step
 
     def _choose(self, report: ResumeReport, damaged: Mapping[SlotName, TxStoreError]) -> Decision | None:
         with _timed(report, "choose"):
@@ -204,17 +217,18 @@ class Resume:
             python = self._load_python(reader, metadata)
             judgement = self._judge(manifest.description, metadata, today, python)
             load = MigratedLoad(metadata, judgement.plan, today)
-            self._account_for_all(load.metadata)
-            self._check_python(python)
+            meant = {**self._meant, "plan": judgement.plan}
+            self._attempt("python state", lambda: self.state.check(python, *self._place, **meant))
+            self._account_for_all(load.metadata, judgement.plan)
         with _timed(report, "load"):
-            target = self._attempt("target", lambda: self.state.target(load.metadata, *self._place, fresh=self._fresh))
+            asked: dict[str, Any] = {"fresh": self._fresh, "plan": judgement.plan}
+            target = self._attempt("target", lambda: self.state.target(load.metadata, *self._place, **asked))
             self._load(reader, load.sources(target))
             self._attempt("migrate", lambda: load.finish(target))
         with _timed(report, "restore"):
-            applied = self._attempt("restore", lambda: self.state.apply(target, *self._place, **self._meant))
+            applied = self._attempt("restore", lambda: self.state.apply(target, *self._place, **meant))
         with _timed(report, "validate"):
-            migrated = {"model"} if judgement.plan != LoadPlan() else set()
-            report.checks = self._validate(self._fresh | migrated)
+            report.checks = self._validate(self._fresh | _migrated(judgement.plan))
         report.checkpoint, report.step = decision.checkpoint, applied.progress.global_step
         report.slot, report.txn = decision.slot, decision.txn
         report.saved_world_size = applied.saved_world_size
@@ -255,14 +269,12 @@ class Resume:
         self._load(reader, python)
         return dict(python)
 
-    def _check_python(self, python: Mapping[str, Any]) -> None:
-        self._attempt("python state", lambda: self.state.check(python, *self._place, **self._meant))
-
     def _validate(self, unknown: frozenset[str]) -> list[Check]:
         checks = self._attempt("validate", lambda: self.state.validate(fresh=unknown))
-        failed = "; ".join(f"{check.name}: {check.detail}" for check in checks if check.ok is False)
-        error = NotProved(f"after the restore: {failed}", rank=self.exchange.rank) if failed else None
-        self.exchange.settle("validate", error)
+        failed = {check.name: check.detail for check in checks if check.ok is False}
+        told = "; ".join(f"{name}: {detail}" for name, detail in failed.items())
+        where: dict[str, Any] = {"rank": self.exchange.rank, "next_step": way_on(failed)}
+        self.exchange.settle("validate", NotProved(f"after the restore: {told}", **where) if failed else None)
         return checks
 
     def _attempt(self, phase: str, work: Callable[[], T]) -> T:
@@ -287,7 +299,7 @@ class Resume:
         self, saved: Description, metadata: Metadata, today: KeyTable, python: Mapping[str, Any] | None = None
     ) -> Judgement:
         """Compare: first before a byte is loaded, and again with what the Python state shows."""
-        shown = Compared([], None, None)
+        shown = Compared()
         if python is not None:
             shown = self._attempt("compare", lambda: self.state.compare(python, *self._place, fresh=self._fresh))
         # Of all ranks, since each must come to the same judgement.
@@ -305,6 +317,7 @@ class Resume:
                 required=self.options.required,
                 saved_layouts=shown.saved_layouts,
                 today_layouts=shown.today_layouts,
+                with_moments=shown.with_moments,
                 others=dict.fromkeys(found),
             )
             judgement.raise_if_blocked()
@@ -312,15 +325,19 @@ class Resume:
 
         return self._attempt("judge", decide)
 
-    def _account_for_all(self, metadata: Metadata) -> None:
+    def _account_for_all(self, metadata: Metadata, plan: LoadPlan) -> None:
         """Refuse to leave saved state behind."""
-        mine = self._attempt("keys", lambda: self.state.expected_keys(metadata, *self._place, fresh=self._fresh))
+        asked: dict[str, Any] = {"fresh": self._fresh, "plan": plan}
+        mine = self._attempt("keys", lambda: self.state.expected_keys(metadata, *self._place, **asked))
         left = unaccounted(metadata, self.exchange.gather("keys of all", mine))
         if left:
+            pieces = sorted({key.partition(".")[0] for key in left} & FRESHABLE)
+            which = "{" + ", ".join(map(repr, pieces)) + "}"
             raise StateMismatch(
                 f"{len(left)} saved keys have no place in this state: {', '.join(left[:10])}",
                 key=left[0],
-                next_step="build the state with all that was saved, or name in fresh what is to begin anew",
+                next_step="build the state with all that was saved"
+                + (f", or begin it anew, on purpose: fresh={which}" if pieces else ""),
             )
 
     def _load(self, reader: StorageReader, target: dict[str, Any]) -> None:
@@ -339,6 +356,12 @@ class Resume:
                 raise cause_of(error, self.exchange.rank, "", LoadError) from error
 
         self._read("load", load)
+
+
+def _migrated(plan: LoadPlan) -> set[str]:
+    """What migrations leave unknown of the saved facts, as `TrainState.validate` calls it."""
+    unknown = {"model": plan.changes_keys, "moments": bool(plan.parameters)}
+    return {name for name, is_so in unknown.items() if is_so}
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:

@@ -21,23 +21,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from txstore.compat.key_tables import TensorFact
-from txstore.errors import ConfigError, StateMismatch, UnsupportedValue
+from txstore.compat.load_plan import LoadPlan
+from txstore.errors import ConfigError, UnsupportedValue
 from txstore.field_types import check
 from txstore.train.attributes import PlainAttributes
-from txstore.train.captured import Applied, Captured, Compared
+from txstore.train.captured import Applied, Captured, Compared, add_tensors, refuse_unfit, shared_of
 from txstore.train.comm_hooks import refuse_hooks_with_state
 from txstore.train.cursor import CursorPiece
 from txstore.train.extras import ExtrasPiece
 from txstore.train.gradients import GradientsPiece
 from txstore.train.history import History
-from txstore.train.model_state import ModelPiece, fits
+from txstore.train.model_state import ModelPiece
 from txstore.train.names import Models
-from txstore.train.optimizer_state import OptimizerPiece, optimizers_in, saved_layouts
+from txstore.train.optimizer_state import OptimizerPiece, optimizers_in, saved_layouts, with_moments
 from txstore.train.piece import (
+    NO_PLAN,
     Loaded,
     OnWorldSizeChange,
     Piece,
@@ -52,13 +54,12 @@ from txstore.train.progress import ProgressPiece, TrainProgress
 from txstore.train.proof import Check
 from txstore.train.proof_piece import Facts, ProofPiece
 from txstore.train.proof_watch import ProofWatch
-from txstore.train.python_blobs import SHARED, blob, digest_of, own_key, pack, saved_keys, unpack
+from txstore.train.python_blobs import SHARED, blob, digest_of, like, own_key, pack, saved_keys, unpack
 from txstore.train.rng import Generator, RandomStreams, capture_streams, with_loaders, with_modules
 from txstore.train.scaler import ScalerPiece
 from txstore.train.stateful import SchedulerPiece, scoped
 
 _OF_A_RANK = re.compile(r"python\.rank-(0|[1-9][0-9]*)(?:\Z|[.\[])")
-_SHOWN = 10
 
 
 class TrainState:
@@ -126,11 +127,12 @@ class TrainState:
             self.pieces["rng"] = RandomStreams(generators)
         self._attributes = PlainAttributes(self._models, several)
         self.history = History()
+        moving = {name: one.item for name, one in scoped(schedulers, "scheduler", is_shared=True).items()}
         facts = Facts(
             self._models,
             self.progress,
             several,
-            schedulers=[one.item for one in scoped(schedulers, "scheduler", is_shared=True).values()],
+            schedulers=list(moving.values()),
             scalers=[one.item for one in scoped(scaler, "scaler", is_shared=True).values()],
             data=sources,
             temporary=self._model.temporary,
@@ -167,18 +169,18 @@ class TrainState:
         states = {name: piece.capture(place) for name, piece in self.pieces.items()}
         state: dict[str, Any] = {}
         for name, piece in states.items():
-            _add(state, piece.tensors, name)
-        shared, lifted = pack(SHARED, {name: _shared(piece) for name, piece in states.items()}, world_size)
+            add_tensors(state, piece.tensors, name)
+        shared, lifted = pack(SHARED, {name: shared_of(piece) for name, piece in states.items()}, world_size)
         own, own_lifted = pack(own_key(rank), {name: piece.own for name, piece in states.items()}, world_size)
         for key, tensor in own_lifted.items():
             if isinstance(tensor, DTensor):
                 raise UnsupportedValue(f"{key!r} is sharded and yet of one rank", key=key, next_step="mark it shared()")
         # What all ranks have alike is written by one: DCP would keep one of them, but plan by another's sizes.
         everywhere = {key: tensor for key, tensor in lifted.items() if isinstance(tensor, DTensor)}
-        _add(state, lifted if rank == 0 else everywhere, "python")
+        add_tensors(state, lifted if rank == 0 else everywhere, "python")
         if rank == 0:
-            _add(state, {SHARED: blob(shared)}, "python")
-        _add(state, {own_key(rank): blob(own), **own_lifted}, "python")
+            add_tensors(state, {SHARED: blob(shared)}, "python")
+        add_tensors(state, {own_key(rank): blob(own), **own_lifted}, "python")
         digests = {name: digest_of(piece.shared) for name, piece in states.items()}
         for piece in states.values():
             digests |= {name: digest_of(value) for name, value in piece.replicated.items()}
@@ -192,7 +194,7 @@ class TrainState:
         target = {}
         for key, found in saved.tensors.items():
             if key in {SHARED, own} or key.startswith((f"{own}.", f"{SHARED}.")):
-                target[key] = _like(live.get(key), found)
+                target[key] = like(live.get(key), found)
         return target
 
     def _live(self, saved: SavedKeys, place: Place) -> dict[str, torch.Tensor]:
@@ -202,7 +204,13 @@ class TrainState:
         return pack(SHARED, {name: self.pieces[name].capture(place).shared for name in held}, 1)[1]
 
     def target(
-        self, metadata: Metadata, rank: int = 0, world_size: int = 1, *, fresh: Collection[str] = ()
+        self,
+        metadata: Metadata,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        fresh: Collection[str] = (),
+        plan: LoadPlan = NO_PLAN,
     ) -> dict[str, torch.Tensor]:
         """The state dict to hand to ``dcp.load`` with ``StorageReader(..., strict=False)``.
 
@@ -214,12 +222,13 @@ class TrainState:
             rank: This rank.
             world_size: How many ranks there are now.
             fresh: Pieces that are not restored, on purpose.
+            plan: What migrations do; `metadata` has the keys that it makes.
 
         Raises:
             StateMismatch: Lists what does not fit: keys that were not saved, shapes, dtypes.
             FormatError: The checkpoint is none of a `TrainState`.
         """
-        saved = saved_keys(metadata)
+        saved = saved_keys(metadata, plan)
         target: dict[str, torch.Tensor] = dict(self.python_target(metadata, rank, world_size))
         problems: list[str] = []
         for name, piece in self.pieces.items():
@@ -228,18 +237,24 @@ class TrainState:
             asked = piece.targets(saved, Place(rank, world_size))
             target.update(asked.tensors)
             problems += asked.problems
-        _refuse(problems)
+        refuse_unfit(problems)
         return target
 
     def expected_keys(
-        self, metadata: Metadata, rank: int = 0, world_size: int = 1, *, fresh: Collection[str] = ()
+        self,
+        metadata: Metadata,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        fresh: Collection[str] = (),
+        plan: LoadPlan = NO_PLAN,
     ) -> frozenset[str]:
         """The saved keys that this rank accounts for: those it loads, and those it knows to be other ranks' own.
 
         What no rank accounts for would be left behind silently: compare the union over all ranks with the saved
         keys, by `unaccounted`.
         """
-        saved = saved_keys(metadata)
+        saved = saved_keys(metadata, plan)
         place = Place(rank, world_size)
         keys = set(self.python_target(metadata, rank, world_size))
         keys |= {key for key in saved.tensors if _OF_A_RANK.match(key)}
@@ -257,8 +272,9 @@ class TrainState:
         differences = [one for name, piece in given.items() for one in self.pieces[name].differences(piece)]
         optimizers = given.get("optimizer")
         if optimizers is None:
-            return Compared(differences, None, None)
-        return Compared(differences, saved_layouts(optimizers), self._optimizers.layouts())
+            return Compared(differences)
+        moments = {f"model.{fqn}": fqn for fqn in with_moments(optimizers)}
+        return Compared(differences, saved_layouts(optimizers), self._optimizers.layouts(), moments)
 
     def check(
         self,
@@ -269,6 +285,7 @@ class TrainState:
         on_world_size_change: OnWorldSizeChange = "error",
         fresh: Collection[str] = (),
         accept: Collection[str] = (),
+        plan: LoadPlan = NO_PLAN,
     ) -> None:
         """Compare a loaded Python state with this one; changes nothing.
 
@@ -276,7 +293,7 @@ class TrainState:
             StateMismatch: Lists all that does not fit.
         """
         place = Place(rank, world_size)
-        self._judge(loaded, place, on_world_size_change, fresh, accept, is_complete=False)
+        self._judge(loaded, place, on_world_size_change, fresh, accept=accept, plan=plan, is_complete=False)
 
     def apply(
         self,
@@ -287,6 +304,7 @@ class TrainState:
         on_world_size_change: OnWorldSizeChange = "error",
         fresh: Collection[str] = (),
         accept: Collection[str] = (),
+        plan: LoadPlan = NO_PLAN,
     ) -> Applied:
         """Restore what ``dcp.load`` has loaded into `target`. Nothing is restored before every check has passed.
 
@@ -298,11 +316,13 @@ class TrainState:
                 derive new streams from the saved ones, the rank and the world size.
             fresh: Pieces, and objects of pieces, that are not restored, on purpose.
             accept: Names of differences that are meant.
+            plan: What migrations do.
 
         Raises:
             StateMismatch: Lists all that does not fit, or names a piece that did not take its state.
         """
-        pieces = self._judge(loaded, Place(rank, world_size), on_world_size_change, fresh, accept, is_complete=True)
+        place = Place(rank, world_size)
+        pieces = self._judge(loaded, place, on_world_size_change, fresh, accept=accept, plan=plan, is_complete=True)
         self.watch = None  # from here on the state is no longer what an earlier resume made of it
         restored = {name: self.pieces[name].restore(given) for name, given in pieces.items()}
         saved_world_size = next(iter(pieces.values())).saved_world_size
@@ -314,16 +334,17 @@ class TrainState:
         place: Place,
         policy: OnWorldSizeChange,
         fresh: Collection[str],
-        accept: Collection[str],
         *,
+        accept: Collection[str],
+        plan: LoadPlan,
         is_complete: bool,
     ) -> dict[str, Loaded]:
-        given, problems = self._given(loaded, place, policy, fresh, is_complete=is_complete)
+        given, problems = self._given(loaded, place, policy, fresh, plan, is_complete=is_complete)
         for name, one in given.items():
             problems += self.pieces[name].problems(one)
             blocking = [found for found in self.pieces[name].differences(one) if found.verdict == "blocked"]
             problems += [f"{found} ({found.next_step})" for found in blocking if found.accept_as not in accept]
-        _refuse(problems)
+        refuse_unfit(problems)
         return given
 
     def _given(
@@ -332,6 +353,7 @@ class TrainState:
         place: Place,
         policy: OnWorldSizeChange,
         fresh: Collection[str],
+        plan: LoadPlan = NO_PLAN,
         *,
         is_complete: bool = False,
     ) -> tuple[dict[str, Loaded], list[str]]:
@@ -352,6 +374,7 @@ class TrainState:
                 shared["world_size"],
                 policy,
                 fresh_of(fresh, name),
+                plan,
             )
             for name in self.pieces
             if name in shared["pieces"] and name not in fresh
@@ -369,31 +392,5 @@ def unaccounted(metadata: Metadata, accounts: Sequence[frozenset[str]]) -> list[
     return sorted(metadata.state_dict_metadata.keys() - frozenset().union(*accounts))
 
 
-def _shared(piece: PieceState) -> Any:
-    return {**piece.shared, **piece.replicated} if piece.replicated else piece.shared
-
-
-def _add(state: dict[str, Any], more: Mapping[str, torch.Tensor], name: str) -> None:
-    for key, tensor in more.items():
-        if key in state:
-            raise UnsupportedValue(f"{key!r} names two tensors, the second in {name!r}", key=key)
-        state[key] = tensor
-
-
-def _like(live: torch.Tensor | None, saved: TensorStorageMetadata) -> torch.Tensor:
-    if live is not None and not fits("", live, saved):
-        return torch.empty_like(live, requires_grad=False)
-    return torch.empty(saved.size, dtype=saved.properties.dtype)
-
-
 def _hint(piece: str) -> str:
     return f" ({anew(piece)})" if is_freshable(piece) else ""
-
-
-def _refuse(problems: Sequence[str]) -> None:
-    if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise StateMismatch(
-            f"the checkpoint does not fit: {'; '.join(problems[:_SHOWN])}{more}",
-            next_step="build the state as it was when it was saved; a piece may begin anew, on purpose, by fresh=",
-        )

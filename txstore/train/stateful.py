@@ -240,7 +240,10 @@ class StatefulPiece:
             except TxStoreError:
                 raise
             except Exception as error:
-                raise StateMismatch(f"{self._label} {name!r} refuses its state: {describe(error)}", key=name) from error
+                step = f"build it as it was saved; {anew(f'{self._label}:{name}')}"
+                raise StateMismatch(
+                    f"{self._label} {name!r} refuses its state: {describe(error)}", key=name, next_step=step
+                ) from error
             if _digest(self.state_of(name)) != before:
                 if self._verify:
                     raise StateMismatch(f"{self._label} {name!r} does not take the saved state", key=name)

@@ -1,0 +1,260 @@
+"""A model that gained or lost a layer, or whose vocabulary grew: each has a way through, and the messages name it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as rates
+
+from txstore.compat.migrations import KeyPlan, _registered, migration
+from txstore.errors import Incompatible, StateMismatch
+from txstore.manifest import Description
+from txstore.train.checkpointer import Checkpointer
+from txstore.train.resume import ResumeOptions
+from txstore.train.state import TrainState
+
+KEYS = ["model.layers.*"]
+
+
+@pytest.fixture(autouse=True)
+def registry() -> Any:
+    before = dict(_registered)
+    yield
+    _registered.clear()
+    _registered.update(before)
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int, rows: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(rows, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@dataclass
+class Made:
+    model: Stack
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    state: TrainState
+
+    def step(self) -> float:
+        numbers = torch.Generator().manual_seed(self.state.progress.global_step)
+        x, y = torch.randint(8, (4,), generator=numbers), torch.randint(3, (4,), generator=numbers)
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.state.progress.global_step += 1
+        return loss.item()
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        names = {id(one): name for name, one in self.model.named_parameters()}
+        return {
+            names[id(one)]: {name: value.clone() for name, value in state.items()}
+            for one, state in self.optimizer.state.items()
+        }
+
+
+def made(layers: int, rows: int = 8, seed: int = 1, optimizer: Any = torch.optim.AdamW, **options: Any) -> Made:
+    torch.manual_seed(seed)
+    model = Stack(layers, rows)
+    optimizer = optimizer(model.parameters(), **{"lr": 1e-2, **options})
+    scheduler = rates.CosineAnnealingLR(optimizer, T_max=40)
+    return Made(model, optimizer, scheduler, TrainState(model, optimizer, schedulers=scheduler))
+
+
+def saved(url: str, *args: Any, **options: Any) -> Made:
+    one = made(*args, **options)
+    with Checkpointer(url, one.state) as saves:
+        for _ in range(3):
+            saves.record(loss=one.step())
+        saves.save()
+    return one
+
+
+def layers_may_change(**covers: Any) -> None:
+    @migration("layers", keys=KEYS, **covers)
+    def layers(saved_keys: Any, today: Any) -> KeyPlan:
+        return KeyPlan(drop=saved_keys.keys() - today.keys(), fresh=today.keys() - saved_keys.keys())
+
+
+BOTH_WAYS = pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)], ids=["add", "remove"])
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("fresh", [{"optimizer"}, {"optimizer", "scheduler"}])
+def test_a_layer_comes_or_goes_with_a_new_optimizer(before: int, after: int, fresh: set[str], store_url: str) -> None:
+    was = saved(store_url, before)
+    layers_may_change()
+    now = made(after, seed=2)
+    new = {name: value.clone() for name, value in now.model.state_dict().items()}
+    with Checkpointer(store_url, now.state) as saves:
+        report = saves.resume(ResumeOptions(migrations=["layers"], fresh=fresh))
+        assert report.proved, str(report)
+        assert not now.optimizer.state
+        for name, value in now.model.state_dict().items():
+            assert torch.equal(value, was.model.state_dict().get(name, new[name])), name
+        now.step()
+        saves.save()
+    again = made(after, seed=5)
+    with Checkpointer(store_url, again.state) as saves:
+        assert saves.resume().proved
+    assert again.step() == now.step()
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_layer_comes_or_goes_and_the_others_keep_their_moments(
+    before: int, after: int, optimizer: Any, store_url: str
+) -> None:
+    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    was = saved(store_url, before, optimizer=optimizer, **options)
+    layers_may_change(parameters=["layers.*"])
+    now = made(after, seed=2, optimizer=optimizer, **options)
+    as_made = now.moments()
+    with Checkpointer(store_url, now.state) as saves:
+        report = saves.resume(ResumeOptions(migrations=["layers"]))
+        assert report.proved, str(report)
+        assert {"learning rates", "param groups", "schedulers"} <= {one.name for one in report.checks if one.ok}
+        expected = {name: was.moments().get(name, as_made.get(name)) for name, _ in now.model.named_parameters()}
+        expected = {name: state for name, state in expected.items() if state is not None}
+        assert now.moments().keys() == expected.keys()
+        for name, state in now.moments().items():
+            assert all(torch.equal(value, expected[name][key]) for key, value in state.items()), name
+        assert was.optimizer.param_groups[0]["lr"] == now.optimizer.param_groups[0]["lr"]
+        now.step()
+        saves.save()
+    again = made(after, seed=5, optimizer=optimizer, **options)
+    with Checkpointer(store_url, again.state) as saves:
+        assert saves.resume().proved
+    assert again.step() == now.step()
+
+
+@BOTH_WAYS
+def test_each_refusal_names_a_step_that_works(before: int, after: int, store_url: str) -> None:
+    saved(store_url, before)
+    now = made(after, seed=2)
+    with Checkpointer(store_url, now.state) as saves:
+        with pytest.raises(Incompatible, match="a migration that covers this key"):
+            saves.resume()
+        layers_may_change()
+        with pytest.raises(Incompatible, match=r"whose parameters= covers.*, or.*fresh=\{'optimizer'\}"):
+            saves.resume(ResumeOptions(migrations=["layers"]))
+        _registered.clear()
+        layers_may_change(parameters=["layers.*"])
+        assert saves.resume(ResumeOptions(migrations=["layers"])).proved
+
+
+def test_what_only_some_migration_covers_is_still_refused(store_url: str) -> None:
+    saved(store_url, 2)
+    layers_may_change(parameters=["layers.2.bias"])
+    with (
+        Checkpointer(store_url, made(3).state) as saves,
+        pytest.raises(Incompatible, match=r"parameter layers\.2\.weight"),
+    ):
+        saves.resume(ResumeOptions(migrations=["layers"]))
+
+
+def test_state_that_lies_under_one_parameter_and_is_of_all_is_not_taken_over(store_url: str) -> None:
+    def lbfgs(layers: int) -> Made:
+        one = made(layers)
+        one.optimizer = torch.optim.LBFGS(one.model.parameters(), history_size=2)
+        one.state = TrainState(one.model, one.optimizer)
+        return one
+
+    one = lbfgs(2)
+
+    def closure() -> torch.Tensor:
+        one.optimizer.zero_grad()
+        loss = one.model(torch.arange(8)).square().mean()
+        loss.backward()
+        return loss
+
+    one.optimizer.step(closure)
+    with Checkpointer(store_url, one.state) as saves:
+        saves.save()
+    layers_may_change(parameters=["layers.*"])
+    now = lbfgs(3)
+    with Checkpointer(store_url, now.state) as saves:
+        with pytest.raises(StateMismatch, match=r"keeps more numbers under .*fresh=\{'optimizer'\}"):
+            saves.resume(ResumeOptions(migrations=["layers"]))
+        assert saves.resume(ResumeOptions(migrations=["layers"], fresh={"optimizer"})).proved
+
+
+def keep_old_rows(saved_value: Any, fresh: Any) -> Any:
+    fresh[: len(saved_value)] = saved_value
+    return fresh
+
+
+def vocabulary_may_grow(**covers: Any) -> None:
+    @migration("grow", keys=["model.embed.*"], **covers)
+    def grow(saved_keys: Any, today: Any) -> KeyPlan:
+        return KeyPlan(transform={"model.embed.weight": keep_old_rows})
+
+
+def test_moments_of_another_shape_are_refused_before_anything_is_loaded(store_url: str) -> None:
+    was = saved(store_url, 1)
+    vocabulary_may_grow()
+    now = made(1, rows=10, seed=2)
+    head = now.model.head.weight.detach().clone()
+    with Checkpointer(store_url, now.state) as saves:
+        with pytest.raises(Incompatible, match=r"(?s)parameter embed.weight: .*fresh=\{'optimizer'\}") as refused:
+            saves.resume(ResumeOptions(migrations=["grow"]))
+        assert "parameters=" in str(refused.value)
+        assert torch.equal(now.model.head.weight, head)
+        assert saves.resume(ResumeOptions(migrations=["grow"], fresh={"optimizer"})).proved
+    now.step()
+    _registered.clear()
+    vocabulary_may_grow(parameters=["embed.*"])
+    now = made(1, rows=10, seed=2)
+    with Checkpointer(store_url, now.state) as saves:
+        assert saves.resume(ResumeOptions(migrations=["grow"])).proved
+    assert now.moments().keys() == was.moments().keys() - {"embed.weight"}
+    assert torch.equal(now.model.embed.weight[:8], was.model.embed.weight)
+    now.step()
+
+
+def test_moments_do_not_stay_behind_when_parameters_change_places(store_url: str) -> None:
+    saved(store_url, 2)
+    pairs = {f"model.layers.{one}.weight": f"model.layers.{1 - one}.weight" for one in (0, 1)}
+
+    def swap(name: str, **covers: Any) -> None:
+        migration(name, keys=KEYS, fingerprints=["order"], **covers)(lambda saved_keys, today: KeyPlan(rename=pairs))
+
+    swap("swap")
+    swap("swap-anew", parameters=["layers.*.weight"])
+    today = Description(fingerprints={"order": "other"})
+    now = made(2, seed=2)
+    with Checkpointer(store_url, now.state, description=today) as saves:
+        with pytest.raises(Incompatible, match=r"parameter layers.0.weight: "):
+            saves.resume(ResumeOptions(migrations=["swap"]))
+        saves.resume(ResumeOptions(migrations=["swap-anew"]))
+    assert now.moments().keys() == {"embed.weight", "head.weight", "head.bias", "layers.0.bias", "layers.1.bias"}
+
+
+def test_gradients_of_an_unfinished_window_are_not_those_of_a_changed_model(store_url: str) -> None:
+    one = made(2)
+    one.model(torch.arange(8)).square().mean().backward()
+    one.state.progress.micro_step = 1
+    with Checkpointer(store_url, one.state) as saves:
+        saves.save()
+    layers_may_change(parameters=["layers.*"])
+    now = made(3)
+    with Checkpointer(store_url, now.state) as saves:
+        with pytest.raises(StateMismatch, match=r"fresh=\{'gradients'\}"):
+            saves.resume(ResumeOptions(migrations=["layers"]))
+        assert saves.resume(ResumeOptions(migrations=["layers"], fresh={"gradients"})).proved
