@@ -91,7 +91,7 @@ def test_a_migration_carries_the_model_over_and_is_recorded(store_url, saved, re
     assert torch.equal(model.head.weight[:3], saved.model.last.weight)
     assert torch.equal(model.head.weight[3:], fresh_head[3:])
     assert not optimizer.state
-    assert optimizer.param_groups[0]["lr"] == 5e-3
+    assert optimizer.param_groups[0]["lr"] == saved.optimizer.param_groups[0]["lr"], "the scheduler is restored"
     assert state.progress.global_step == 4
     with open_store(store_url) as store:
         from txstore.catalog import newest

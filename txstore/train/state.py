@@ -57,6 +57,7 @@ from txstore.train.proof_watch import ProofWatch
 from txstore.train.python_blobs import SHARED, blob, digest_of, like, own_key, pack, saved_keys, unpack
 from txstore.train.rng import Generator, RandomStreams, capture_streams, with_loaders, with_modules
 from txstore.train.scaler import ScalerPiece
+from txstore.train.schedule import Schedule
 from txstore.train.stateful import SchedulerPiece, scoped
 
 _OF_A_RANK = re.compile(r"python\.rank-(0|[1-9][0-9]*)(?:\Z|[.\[])")
@@ -128,6 +129,7 @@ class TrainState:
         self._attributes = PlainAttributes(self._models, several)
         self.history = History()
         moving = {name: one.item for name, one in scoped(schedulers, "scheduler", is_shared=True).items()}
+        self._schedule = Schedule(moving, several)
         facts = Facts(
             self._models,
             self.progress,
@@ -238,6 +240,7 @@ class TrainState:
             target.update(asked.tensors)
             problems += asked.problems
         refuse_unfit(problems)
+        target.update(self._schedule.targets(saved, fresh))
         return target
 
     def expected_keys(
@@ -324,7 +327,10 @@ class TrainState:
         place = Place(rank, world_size)
         pieces = self._judge(loaded, place, on_world_size_change, fresh, accept=accept, plan=plan, is_complete=True)
         self.watch = None  # from here on the state is no longer what an earlier resume made of it
+        optimizers = unpack(SHARED, loaded)["pieces"].get("optimizer", ())
+        made = self._schedule.now(optimizers, fresh)
         restored = {name: self.pieces[name].restore(given) for name, given in pieces.items()}
+        self._schedule.restore(optimizers, loaded, fresh, made)
         saved_world_size = next(iter(pieces.values())).saved_world_size
         return Applied(self.progress.recorded(), restored, saved_world_size)
 
@@ -359,10 +365,11 @@ class TrainState:
     ) -> tuple[dict[str, Loaded], list[str]]:
         """What was loaded for each piece, and which pieces only one side has."""
         shared = unpack(SHARED, loaded)
+        schedule = self._schedule.problems(shared["pieces"].get("optimizer", ()), fresh)
         own = unpack(own_key(place.rank if place.world_size == shared["world_size"] else 0), loaded)
         missing = [name for name in self.pieces if name not in shared["pieces"] and name not in fresh]
         surplus = [name for name in shared["pieces"] if name not in self.pieces and name not in fresh]
-        problems = [f"{name!r} was not saved{_hint(name)}" for name in missing]
+        problems = [*schedule, *(f"{name!r} was not saved{_hint(name)}" for name in missing)]
         problems += [f"{name!r} was saved, and there is none here{_hint(name)}" for name in surplus]
         given = {
             name: Loaded(
