@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler as rates
+from workers import Pool, Rank
 
 from txstore.compat.migrations import KeyPlan, _registered, migration
 from txstore.errors import Incompatible, StateMismatch
@@ -244,6 +246,106 @@ def test_moments_do_not_stay_behind_when_parameters_change_places(store_url: str
             saves.resume(ResumeOptions(migrations=["swap"]))
         saves.resume(ResumeOptions(migrations=["swap-anew"]))
     assert now.moments().keys() == {"embed.weight", "head.weight", "head.bias", "layers.0.bias", "layers.1.bias"}
+
+
+class Counting(nn.Linear):
+    """A layer with state that is no tensor, a table, and a buffer that training moves."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.seen = 0
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.count += 1
+        return super().forward(x + self.table)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def counting(layers: int) -> Made:
+    one = made(layers)
+    one.model.layers = nn.ModuleList(Counting() for _ in range(layers))
+    one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-2)
+    one.scheduler = rates.CosineAnnealingLR(one.optimizer, T_max=40)
+    one.state = TrainState(one.model, one.optimizer, schedulers=one.scheduler)
+    return one
+
+
+@BOTH_WAYS
+def test_what_else_a_layer_holds_comes_and_goes_with_it(before: int, after: int, store_url: str) -> None:
+    one = counting(before)
+    with Checkpointer(store_url, one.state) as saves:
+        for _ in range(2):
+            one.step()
+        saves.save()
+    layers_may_change(parameters=["layers.*"])
+    now = counting(after)
+    with Checkpointer(store_url, now.state) as saves:
+        with pytest.raises(Incompatible, match=r"accept=\{'buffers'\}"):
+            saves.resume(ResumeOptions(migrations=["layers"]))
+        assert saves.resume(ResumeOptions(migrations=["layers"], accept={"buffers"})).proved
+        told = [(layer.seen, int(layer.count)) for layer in now.model.layers]
+        assert told == [(2, 2), (2, 2), (0, 0)][:after]
+        now.step()
+        saves.save()
+    again = counting(after)
+    with Checkpointer(store_url, again.state) as saves:
+        assert saves.resume().proved
+    assert again.step() == now.step()
+
+
+def sharded(layers: int, mesh: Any) -> Made:
+    from torch.distributed.fsdp import fully_shard
+
+    one = made(layers)
+    for layer in one.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(one.model, mesh=mesh)
+    one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-2)
+    one.scheduler = rates.CosineAnnealingLR(one.optimizer, T_max=40)
+    one.state = TrainState(one.model, one.optimizer, schedulers=one.scheduler)
+    return one
+
+
+def on_ranks(me: Rank, url: str, before: int, after: int) -> Any:
+    one = sharded(before, me.mesh)
+    with Checkpointer(url, one.state) as saves:
+        for _ in range(2):
+            one.step()
+        saves.save()
+    _registered.clear()
+    layers_may_change(parameters=["layers.*"])
+    found = []
+    for fresh in (set(), {"optimizer"}):
+        now = sharded(after, me.mesh)
+        with Checkpointer(url, now.state) as saves:
+            found.append(saves.resume(ResumeOptions(migrations=["layers"], fresh=fresh)).proved)
+        assert now.optimizer.param_groups[0]["lr"] == one.optimizer.param_groups[0]["lr"]
+        stayed = (
+            {}
+            if fresh
+            else {name: one.moments()[name] for name, _ in now.model.named_parameters() if name in one.moments()}
+        )
+        assert now.moments().keys() == stayed.keys()
+        for name, state in now.moments().items():
+            for key, value in state.items():
+                was = stayed[name][key]
+                local = (value.to_local(), was.to_local()) if isinstance(value, DTensor) else (value, was)
+                assert torch.equal(*local), (name, key)
+        now.step()
+    return found
+
+
+@BOTH_WAYS
+def test_shards_of_a_layer_come_and_go_on_all_ranks(before: int, after: int, pool: Pool, store_url: str) -> None:
+    assert pool.run(4, on_ranks, store_url, before, after) == [[True, True]] * 4
 
 
 def test_gradients_of_an_unfinished_window_are_not_those_of_a_changed_model(store_url: str) -> None:

@@ -195,6 +195,7 @@ def judge(
         plan=replace(
             migrated.plan,
             parameters=frozenset(name for name in named if any(one.covers_parameter(name) for one in migrated.used)),
+            keys=tuple(pattern for one in migrated.used for pattern in one.keys),
             anew=frozenset(anew),
         ),
         matrix_entry=entry,

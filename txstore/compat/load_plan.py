@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 from txstore.compat.differences import Difference
 from txstore.compat.key_tables import KeyTable, TensorFact, compare_keys
@@ -23,7 +24,8 @@ class LoadPlan:
         transforms: Today's key to the function that makes its value from the saved and the fresh one.
         parameters: Parameters, saved or today's, that the migrations cover: they may be in one optimizer only, or at
             another place.
-        anew: Those of them that get another value than the saved one: their state in an optimizer begins anew.
+        keys: Patterns of the keys that the migrations cover.
+        anew: Parameters that get another value than the saved one: their state in an optimizer begins anew.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -31,7 +33,12 @@ class LoadPlan:
     fresh: tuple[str, ...] = ()
     transforms: Mapping[str, Transform] = field(default_factory=dict)
     parameters: frozenset[str] = frozenset()
+    keys: tuple[str, ...] = ()
     anew: frozenset[str] = frozenset()
+
+    def covers(self, key: str) -> bool:
+        """Whether a migration speaks of this key, or of state that would have it."""
+        return any(fnmatchcase(key, pattern) for pattern in self.keys)
 
     @property
     def changes_keys(self) -> bool:

@@ -111,12 +111,13 @@ class ModelPiece:
                 problems += fits(key, live, found)
         theirs = frozenset(key for key in saved.tensors if _OF_A_RANK.match(key)) - tensors.keys()
         tensors |= self.temporary.targets(saved, as_saved)
-        return Targets(tensors, theirs | others(saved, as_saved), tuple(problems))
+        left = self.temporary.left_behind(saved) if saved.plan.keys else frozenset()
+        return Targets(tensors, theirs | others(saved, as_saved) | left, tuple(problems))
 
     def problems(self, loaded: Loaded) -> list[str]:
         """Other parameters are trained than were, or other modules have extra state."""
         saved, trained, extra = loaded.shared, self._trained(), self._saved(loaded.place)[1]
-        problems = self.temporary.problems(SavedBuffers.of(loaded.own))
+        problems = self.temporary.problems(self._buffers(loaded))
         # Parameters that only one side has are judged by their keys, and may be a migration's.
         both = saved["trained"].keys() & trained.keys()
         for was in (True, False):
@@ -128,17 +129,19 @@ class ModelPiece:
                     f"{'were' if len(differing) > 1 else 'was'} {was_so}, and {is_so} here: call requires_grad_({was}) "
                     "on them before resume(), and if the change is meant, change them after it"
                 )
-        if saved["extra"].keys() != extra.keys():
-            differing = sorted(saved["extra"].keys() ^ extra.keys())
+        differing = sorted(
+            name for name in saved["extra"].keys() ^ extra.keys() if not loaded.plan.covers(f"model.{name}")
+        )
+        if differing:
             problems.append(
                 f"other modules have extra state than when it was saved: {differing[:_SHOWN]}: build the model of "
-                "the same classes, with the same settings"
+                "the same classes, with the same settings, or cover them by the keys of a migration"
             )
         return problems
 
     def differences(self, loaded: Loaded) -> list[Difference]:
         """Buffers that today's code makes in another way; modes that the saved ones override; buffers left behind."""
-        found = self.temporary.differences(SavedBuffers.of(loaded.own))
+        found = self.temporary.differences(self._buffers(loaded))
         now = self._models.modes()
         for model in sorted(now.keys() | loaded.own["modes"].keys()):
             was, value = (_mode(modes.get(model)) for modes in (loaded.own["modes"], now))
@@ -149,15 +152,23 @@ class ModelPiece:
             found.append(Difference("state", "model buffers", ranks, "rank 0's, on every rank", verdict="noted"))
         return found
 
+    def _buffers(self, loaded: Loaded) -> SavedBuffers:
+        """What was told of buffers outside state dicts, without those that went with a migration."""
+        saved = SavedBuffers.of(loaded.own)
+        return self.temporary.without(saved, loaded.plan) if loaded.plan.keys else saved
+
     def _has_plain_buffers(self) -> bool:
         return any(not isinstance(buffer, DTensor) for buffer in self._models.saved_buffers())
 
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
         """Tell FSDP2 and others about the tensors that were loaded in place, and give modules their extra state."""
+        here = self._saved(loaded.place)[1] if loaded.plan.keys else loaded.shared["extra"]
         for fqn, value in loaded.shared["extra"].items():
+            if fqn not in here:
+                continue  # of a module that went with a migration
             self._models.module_of(fqn).set_extra_state(value)
         as_saved = loaded.place if loaded.same_world else Place(0, loaded.saved_world_size)
-        temporary = self.temporary.restore(loaded.tensors, SavedBuffers.of(loaded.own), as_saved)
+        temporary = self.temporary.restore(loaded.tensors, self._buffers(loaded), as_saved)
         modes = {model: paths for model, paths in loaded.own["modes"].items() if model in self._models.modules}
         self._models.set_modes(modes)
         count = sum(key.startswith(("model.", "buffers.", PREFIX, LATE)) for key in loaded.tensors)

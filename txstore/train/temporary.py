@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from txstore.compat.differences import Difference, accept_step
+from txstore.compat.load_plan import LoadPlan
 from txstore.dcp.tensors import as_bytes, dtype_name, is_plain
 from txstore.errors import ConfigError, StateMismatch, UnsupportedValue
 from txstore.train.lifted import check_exact
@@ -30,6 +31,7 @@ PREFIX = "temporary."
 LATE = "late."
 """Of a buffer that the code had not made when the `TrainState` was made: the key tells it before a byte is loaded."""
 _OF_A_RANK = re.compile(r"(?:temporary|late)\.rank-[0-9]+\.")
+_OF_A_BUFFER = re.compile(r"(?:temporary|late)\.(?:rank-[0-9]+\.)?(.+)")
 ACCEPT = "buffers"
 """What ``accept=`` calls all buffers that today's code makes in another way: there may be one in each layer."""
 
@@ -228,6 +230,22 @@ class TemporaryBuffers:
         # From now on they are training's, even if they happen to be what the code makes.
         self._changed |= saved.changed.keys()
         return len(saved.changed)
+
+    def without(self, saved: SavedBuffers, plan: LoadPlan) -> SavedBuffers:
+        """What was saved, but for buffers that went with their module, as a migration says."""
+        gone = {fqn for fqn in (*saved.made, *saved.changed) if self._went(fqn, plan)}
+        made = {fqn: value for fqn, value in saved.made.items() if fqn not in gone}
+        changed = {fqn: value for fqn, value in saved.changed.items() if fqn not in gone}
+        late = {fqn: value for fqn, value in saved.late.items() if fqn not in gone}
+        return SavedBuffers(made, changed, late, saved.gone)
+
+    def left_behind(self, saved: SavedKeys) -> frozenset[str]:
+        """Keys of the buffers that `without` leaves out."""
+        matched = ((key, _OF_A_BUFFER.fullmatch(key)) for key in saved.tensors)
+        return frozenset(key for key, found in matched if found and self._went(found[1], saved.plan))
+
+    def _went(self, fqn: str, plan: LoadPlan) -> bool:
+        return self._owner(fqn) is None and plan.covers(f"model.{fqn}")
 
     def _owner(self, fqn: str) -> nn.Module | None:
         try:
