@@ -249,7 +249,7 @@ def test_moments_do_not_stay_behind_when_parameters_change_places(store_url: str
 
 
 class Counting(nn.Linear):
-    """A layer with state that is no tensor, a table, and a buffer that training moves."""
+    """A layer with state that is no tensor, a table, a buffer that training moves, and one that its forward makes."""
 
     def __init__(self) -> None:
         super().__init__(6, 6)
@@ -260,6 +260,9 @@ class Counting(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
         self.count += 1
+        if "late" not in self._buffers:
+            self.register_buffer("late", torch.zeros(()), persistent=False)
+        self.late += 1
         return super().forward(x + self.table)
 
     def get_extra_state(self) -> dict[str, int]:
@@ -291,8 +294,8 @@ def test_what_else_a_layer_holds_comes_and_goes_with_it(before: int, after: int,
         with pytest.raises(Incompatible, match=r"accept=\{'buffers'\}"):
             saves.resume(ResumeOptions(migrations=["layers"]))
         assert saves.resume(ResumeOptions(migrations=["layers"], accept={"buffers"})).proved
-        told = [(layer.seen, int(layer.count)) for layer in now.model.layers]
-        assert told == [(2, 2), (2, 2), (0, 0)][:after]
+        told = [(layer.seen, int(layer.count), int(getattr(layer, "late", -1))) for layer in now.model.layers]
+        assert told == [(2, 2, 2), (2, 2, 2), (0, 0, -1)][:after]
         now.step()
         saves.save()
     again = counting(after)

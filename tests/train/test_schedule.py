@@ -113,6 +113,19 @@ def test_a_schedule_that_begins_anew_is_the_whole_schedule(kind: str, store_url:
     assert [run.step() for _ in range(AFTER)] == [control.step() for _ in range(AFTER)]
 
 
+@pytest.mark.parametrize("kind", ["one cycle"])
+def test_the_restored_schedule_is_the_saved_one_though_the_code_now_says_another(
+    kind: str, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = saved(store_url, kind)
+    cycle = {"max_lr": 0.09, "total_steps": 40, "max_momentum": 0.8}
+    monkeypatch.setitem(SCHEDULERS, "one cycle", lambda optimizer: rates.OneCycleLR(optimizer, **cycle))
+    run = Run(kind)
+    with Checkpointer(store_url, run.state) as saves:
+        saves.resume(ResumeOptions(fresh={"optimizer"}))
+    assert [run.step() for _ in range(AFTER)] == [control.step() for _ in range(AFTER)]
+
+
 def test_settings_that_no_scheduler_moves_are_the_codes(store_url: str) -> None:
     saved(store_url, "cosine")
     run = Run("cosine", weight_decay=0.7)
