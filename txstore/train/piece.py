@@ -29,6 +29,11 @@ def is_freshable(name: str) -> bool:
     return label in LABELS and bool(one) if colon else name in FRESHABLE
 
 
+def hint(piece: str) -> str:
+    """How to begin a piece anew, in brackets; "" for one that cannot be."""
+    return f" ({anew(piece)})" if is_freshable(piece) else ""
+
+
 def fresh_of(fresh: Collection[str], piece: str) -> frozenset[str]:
     """The objects of a piece that are left fresh one by one."""
     named = (name.partition(":") for name in fresh)

@@ -28,7 +28,7 @@ class ScalerPiece(StatefulPiece):
         """The scaler's state.
 
         Raises:
-            UnsupportedValue: Gradients have been unscaled and not stepped with, or stepped with and the scale not updated:
+            UnsupportedValue: Gradients are unscaled and not stepped with, or stepped with and the scale not updated:
                 its state tells neither, nor whether they were finite.
         """
         for scaler in self._scalers:

@@ -43,12 +43,10 @@ from txstore.train.piece import (
     Loaded,
     OnWorldSizeChange,
     Piece,
-    PieceState,
     Place,
     SavedKeys,
-    anew,
     fresh_of,
-    is_freshable,
+    hint,
 )
 from txstore.train.progress import ProgressPiece, TrainProgress
 from txstore.train.proof import Check
@@ -369,8 +367,8 @@ class TrainState:
         own = unpack(own_key(place.rank if place.world_size == shared["world_size"] else 0), loaded)
         missing = [name for name in self.pieces if name not in shared["pieces"] and name not in fresh]
         surplus = [name for name in shared["pieces"] if name not in self.pieces and name not in fresh]
-        problems = [*schedule, *(f"{name!r} was not saved{_hint(name)}" for name in missing)]
-        problems += [f"{name!r} was saved, and there is none here{_hint(name)}" for name in surplus]
+        problems = [*schedule, *(f"{name!r} was not saved{hint(name)}" for name in missing)]
+        problems += [f"{name!r} was saved, and there is none here{hint(name)}" for name in surplus]
         given = {
             name: Loaded(
                 shared["pieces"][name],
@@ -397,7 +395,3 @@ def unaccounted(metadata: Metadata, accounts: Sequence[frozenset[str]]) -> list[
         accounts: `TrainState.expected_keys` of every rank.
     """
     return sorted(metadata.state_dict_metadata.keys() - frozenset().union(*accounts))
-
-
-def _hint(piece: str) -> str:
-    return f" ({anew(piece)})" if is_freshable(piece) else ""
