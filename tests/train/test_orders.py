@@ -333,6 +333,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "give it a generator= and wrap it in R",
     ),
     "hidden": (Hidden, "of a Hidden, which gives another order when it is asked again, by random"),
+    "system": (lambda: Mine(random.SystemRandom()), "of a Mine, which gives another order when it is asked again"),
     "global": (Drawing, r"of a Drawing, which draws its order from random numbers \(numpy\)"),
     "initial seed": (Initial, "of a Initial, which gives another order when it is asked again"),
     "lazily": (Continuing, "of a Continuing, which moves its own 'rng', which is no number"),

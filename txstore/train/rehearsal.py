@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any
@@ -235,7 +236,8 @@ def _generators(sampler: object) -> list[Generator]:
     found: dict[int, Generator] = {}
     for _, part in _parts(sampler):
         found |= {id(value): value for value in vars(part).values() if isinstance(value, Generator)}
-    return list(found.values())
+    # The system's has no state: its orders differ.
+    return [value for value in found.values() if not isinstance(value, random.SystemRandom)]
 
 
 def _slots(sampler: object) -> list[str]:
