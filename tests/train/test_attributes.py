@@ -183,3 +183,13 @@ def test_a_class_that_is_derived_from_the_trainings_own_is_its_own(caplog: pytes
     module.calls += 1
     state.capture()
     assert "training changes calls. " in told(caplog)[0]
+
+
+def test_training_stands_still_for_the_first_looks_only(caplog: pytest.LogCaptureFixture) -> None:
+    module = Plain()
+    state = TrainState(module)
+    for _ in range(3):
+        state.capture()
+    count(module)
+    state.capture()
+    assert told(caplog) == []

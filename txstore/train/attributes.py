@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _NOT_OURS = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "builtins.", "typing.", "abc.")
 _MOST_TOLD = 8
+_LOOKS = 3
 _FEW = 16
 """So many things in a list are looked at, and of an array at least..."""
 _ELEMENTS = 2048
@@ -57,15 +58,16 @@ class PlainAttributes:
         self._is_own = _Answers(_is_own)
         self._draws = _Answers(lambda kind: issubclass(kind, Generator))
         self._before = self._found()
-        self._told = False
+        self._looks = _LOOKS
 
     def tell(self) -> None:
-        """Warn, once, of attributes that are not what they were."""
-        if self._told:
+        """Warn, once, of attributes that are not what they were; at the first saves only, since training stands still."""
+        if not self._looks:
             return
+        self._looks -= 1
         moved = [name for name, value in self._found().items() if self._before.get(name, self) != value]
         if moved:
-            self._told = True
+            self._looks = 0
             more = f" and {len(moved) - _MOST_TOLD} more" if len(moved) > _MOST_TOLD else ""
             log.warning(
                 "not saved: training changes %s%s. If the next step depends on such an attribute, make it a buffer, or "
