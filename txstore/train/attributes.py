@@ -61,7 +61,7 @@ class PlainAttributes:
         self._looks = _LOOKS
 
     def tell(self) -> None:
-        """Warn, once, of attributes that are not what they were; at the first saves only, since training stands still."""
+        """Warn, once, of attributes that are not what they were. At the first saves only: training stands still."""
         if not self._looks:
             return
         self._looks -= 1
