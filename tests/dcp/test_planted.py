@@ -201,7 +201,7 @@ RANKS: dict[str, Ranks] = {
         Bug(carrier, "_deliver", "if arrived.ticket is None:", "if True:"), 2, test_async.brooding
     ),
     "a committed name is taken again": Ranks(
-        Bug(attempts, "begin", "if stood and not overwrite:", "if False:"), 2, test_refusals.taken
+        Bug(transaction, "stood_before", "if stood and not overwrite:", "if False:"), 2, test_refusals.taken
     ),
     "a cast is silent": Ranks(
         Bug(scatter, "_check_target", "if target.dtype != dtype:", "if False:"), 2, test_refusals.misfit, ("dtype",)
