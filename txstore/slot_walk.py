@@ -98,7 +98,10 @@ def claim(
             try:
                 store.create(key, encode(wanted))
             except AlreadyExistsError:
-                found = read_decision(store, wanted.checkpoint, slot)
+                try:
+                    found = read_decision(store, wanted.checkpoint, slot)
+                except StoreError as error:  # NFS: it may be our own
+                    raise _unknown(wanted, key, error.message) from error
                 if found is None:
                     raise _unknown(wanted, key, "the record appeared and vanished") from None
             except OutcomeUnknownError as error:

@@ -18,6 +18,7 @@ from txstore.checksum import BLOCK_BYTES
 from txstore.errors import (
     Aborted,
     AlreadyCommitted,
+    AlreadyExistsError,
     CheckpointNotFound,
     CommitUnknown,
     ConfigError,
@@ -26,6 +27,7 @@ from txstore.errors import (
     IntegrityError,
     PlanMismatch,
     TransactionStateError,
+    TransientError,
 )
 from txstore.keys import LATEST_KEY, begin_key, decision_key
 from txstore.manifest import Description, Progress, decode_begin, decode_pointer
@@ -498,3 +500,26 @@ def test_an_abort_without_an_answer_is_unknown(store):
         with pytest.raises(CommitUnknown):
             claim_abort(FaultyStore(store, at, "before", times=99), "step-1", attempt.ticket.txn)
     assert decision_key("step-1", 0) not in contents(store)
+
+
+class OwnLink(MemoryStore):
+    """Answers "exists" for what this very request has made, as NFS may, and then does not answer a read of it."""
+
+    def create(self, key, data):
+        super().create(key, data)
+        if key.startswith("commits/"):
+            raise AlreadyExistsError("the link was there", key=key)
+
+    def read(self, key, start=0, size=None):
+        if key.startswith("commits/") and key in self._objects:
+            raise TransientError("no answer", key=key)
+        return super().read(key, start, size)
+
+
+def test_a_record_that_exists_and_cannot_be_read_may_be_our_own():
+    store = OwnLink()
+    attempt, shards = prepare(store)
+    with pytest.raises(CommitUnknown):
+        commit(attempt, shards)
+    assert not attempt.give_up(), "it stands, so nobody may say that it never will"
+    assert decision_key("step-1", 0) in store._objects
