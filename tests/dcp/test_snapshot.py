@@ -25,6 +25,7 @@ from workers import Pool, Rank
 
 from txstore.catalog import entries, find, newest
 from txstore.dcp import SnapshotBuffers, StorageReader, StorageWriter, estimate_bytes, host_memory
+from txstore.dcp.leaves import Region
 from txstore.dcp.staged import Staged
 from txstore.errors import SnapshotInUse, SnapshotTooLarge, StoreFullError, UnsupportedValue
 from txstore.registry import open_store
@@ -349,6 +350,16 @@ def test_a_machine_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- who holds the buffers
+
+
+def test_copies_of_devices_are_waited_for_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would arrive in memory that the next snapshot already holds."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(host_memory, "_wait_for_devices", waited.extend)
+    on_device = Region(torch.ones(2, device="meta"), (1,), dense=True, nbytes=8)
+    with pytest.raises(NotImplementedError):  # nothing can be copied out of a meta tensor
+        host_memory.copy_regions([(torch.ones(2), on_device)])
+    assert waited == [torch.device("meta")]
 
 
 def test_a_busy_set_waits_and_then_says_so() -> None:

@@ -33,7 +33,7 @@ PAGE_BYTES = 4096
 SMALL_BYTES = 1 << 20
 """Below this, regions share one block: thousands of scalars must not cost thousands of allocations."""
 ALIGN_BYTES = 64
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 4 << 20
 """Least that is worth a thread. Pieces are as large as can be: `memcpy` takes the fast way for large ones only."""
 MAX_THREADS = 4
 
@@ -116,20 +116,22 @@ def copy_regions(pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
 
     On return every byte has arrived.
     """
-    devices = {region.source.device for _, region in pairs if region.source.device.type != "cpu"}
+    devices = {region.source.device for _, region in pairs if not region.source.is_cpu}
     runs = []
     rest = []
-    for target, region in pairs:
-        source = region.source
-        if source.device.type != "cpu":
-            # Pinned memory only: into other memory the copy would block at once, and all others behind it.
-            target.copy_(source, non_blocking=target.is_pinned())
-        elif region.nbytes >= SMALL_BYTES and region.dense and not (source.is_conj() or source.is_neg()):
-            runs.append((_run(target), _run(source)))
-        else:
-            rest.append((target, source))
-    _copy_on_cpu(runs, rest)
-    _wait_for_devices(devices)
+    try:
+        for target, region in pairs:
+            source = region.source
+            if not source.is_cpu:
+                # Pinned memory only: into other memory the copy would block at once, and all others behind it.
+                target.copy_(source, non_blocking=target.is_pinned())
+            elif region.nbytes >= SMALL_BYTES and region.dense and not (source.is_conj() or source.is_neg()):
+                runs.append((_run(target), _run(source)))
+            else:
+                rest.append((target, source))
+        _copy_on_cpu(runs, rest)
+    finally:
+        _wait_for_devices(devices)  # also after an error: the memory is free then, and nothing may still arrive in it
 
 
 def _copy_on_cpu(runs: list[tuple[Bytes, Bytes]], rest: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from txstore.dcp.host_memory import HostMemory, copy_regions, footprint
-from txstore.dcp.leaves import Cloned, Layout, Leaf, Plain, Region, lay_out
+from txstore.dcp.leaves import Cloned, Layout, Leaf, Plain, lay_out
 from txstore.dcp.staged import GiveBack, Lease, Memory, Staged
 from txstore.errors import SnapshotInUse, SnapshotTooLarge, UnsupportedValue, describe
 
@@ -161,16 +161,11 @@ class SnapshotBuffers:
         lease = Lease(give_back)
         memories = [Memory(block, lease) for block in blocks]
         copies = [
-            _Copy(region, memories[block].storage(start, region.nbytes))
+            memories[block].tensor(start, region.nbytes, region.source.dtype, region.source.shape, region.strides)
             for region, (block, start) in zip(layout.regions, places, strict=True)
         ]
         state = _rebuilt(state_dict, layout, copies)
-        copy_regions(
-            [
-                (_show(region, blocks[block].untyped_storage(), int(blocks[block].storage_offset()) + start), region)
-                for region, (block, start) in zip(layout.regions, places, strict=True)
-            ]
-        )
+        copy_regions(list(zip(copies, layout.regions, strict=True)))
         return state, lease
 
 
@@ -206,15 +201,7 @@ def _available() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Where the copy of a region lies."""
-
-    region: Region
-    storage: torch.UntypedStorage
-
-
-def _rebuilt(state_dict: Mapping[str, Any], layout: Layout, copies: list[_Copy]) -> dict[str, Any]:
+def _rebuilt(state_dict: Mapping[str, Any], layout: Layout, copies: list[torch.Tensor]) -> dict[str, Any]:
     """The state again, its tensors showing the copies, everything else deep-copied.
 
     Raises:
@@ -233,7 +220,7 @@ def _rebuilt(state_dict: Mapping[str, Any], layout: Layout, copies: list[_Copy])
     return state
 
 
-def _build(leaf: Leaf, copies: list[_Copy]) -> torch.Tensor:
+def _build(leaf: Leaf, copies: list[torch.Tensor]) -> torch.Tensor:
     """The tensor of a snapshot that stands for a leaf; its memory is filled later."""
     if isinstance(leaf, Cloned):
         return leaf.clone()
@@ -245,19 +232,13 @@ def _build(leaf: Leaf, copies: list[_Copy]) -> torch.Tensor:
     return rebuilt
 
 
-def _build_plain(leaf: Plain, copies: list[_Copy]) -> torch.Tensor:
+def _build_plain(leaf: Plain, copies: list[torch.Tensor]) -> torch.Tensor:
     source = leaf.source
     if leaf.region is None:
         made = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
     else:
-        made = _show(copies[leaf.region].region, copies[leaf.region].storage, 0)
+        made = copies[leaf.region].detach()  # one for each leaf, on the same storage
     if leaf.subclass is not None:
         made = made.as_subclass(type(leaf.subclass))
         vars(made).update(copy.deepcopy(vars(leaf.subclass)))
     return made.requires_grad_(leaf.requires_grad) if leaf.requires_grad else made
-
-
-def _show(region: Region, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
-    """A tensor of a region's dtype, shape and strides on some memory. No view: it has no base that it would keep."""
-    dtype = region.source.dtype
-    return torch.empty(0, dtype=dtype).set_(storage, start // dtype.itemsize, region.source.shape, region.strides)

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import ItemsView, Mapping
+from collections.abc import ItemsView, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,13 +65,16 @@ class Memory:
     def __init__(self, block: torch.Tensor, lease: Lease) -> None:
         self._bytes = np.asarray(_Exported(block, lease))
 
-    def storage(self, start: int, nbytes: int) -> torch.UntypedStorage:
-        """A part of the memory, as a storage of its own.
+    def tensor(
+        self, start: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
+    ) -> torch.Tensor:
+        """A tensor on a part of the memory, which is a storage of its own.
 
         Of its own, because DCP pickles tensors in tuples with their whole storage, and because torch 2.13 dies of a
         segmentation fault when DTensors that share one are sent to the process of PROCESS mode.
         """
-        return torch.from_numpy(self._bytes[start : start + nbytes]).untyped_storage()
+        # In place: a view would keep its base. The fewest calls: a state has thousands of small tensors.
+        return torch.from_numpy(self._bytes[start : start + nbytes]).view(dtype).as_strided_(shape, strides)
 
 
 class _Exported:

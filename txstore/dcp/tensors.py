@@ -59,7 +59,7 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
     problem = ""
     if tensor.layout != torch.strided:
         problem = f"a tensor of layout {dtype_name_of_layout(tensor.layout)}"
-    elif tensor.device.type == "meta":
+    elif tensor.is_meta:
         problem = "a meta tensor, which has no data"
     elif isinstance(tensor, FakeTensor) or (is_plain(tensor) and tensor.numel() and tensor.data_ptr() == 0):
         problem = f"a {type(tensor).__name__} without memory of its own"
