@@ -20,8 +20,9 @@ import torch
 
 from txstore.dcp.host_memory import HostMemory, copy_regions, footprint
 from txstore.dcp.leaves import Cloned, Layout, Leaf, Plain, lay_out
+from txstore.dcp.one_at_a_time import one_at_a_time
 from txstore.dcp.staged import GiveBack, Lease, Memory, Staged
-from txstore.errors import SnapshotInUse, SnapshotTooLarge, UnsupportedValue, describe
+from txstore.errors import SnapshotInUse, SnapshotTooLarge, TransactionStateError, UnsupportedValue, describe
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class SnapshotBuffers:
     def __init__(self, *, max_bytes: int | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self.max_bytes = max_bytes
         self.timeout_s = timeout_s
+        self.inside: set[int] = set()
         self._memory = HostMemory()
         # One token: who holds it may write into the buffers.
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -100,6 +102,7 @@ class SnapshotBuffers:
             raise _too_large(needed, f"{self.max_bytes} are allowed")
         return needed
 
+    @one_at_a_time
     def stage(self, state_dict: Mapping[str, Any], *, save_ends_with_thread: bool = False) -> Snapshot:
         """Copy a state; on return the original may change. Waits first while the previous snapshot is in use.
 
@@ -114,6 +117,7 @@ class SnapshotBuffers:
             UnsupportedValue: A tensor or object that cannot be copied exactly. Nothing has been copied.
             SnapshotTooLarge: More than `max_bytes`, or more than the machine can give.
             SnapshotInUse: The previous snapshot was not released within `timeout_s`.
+            TransactionStateError: This thread is inside `stage` already: a signal handler that saves.
         """
         layout = lay_out(state_dict)
         needed = self._check(layout)
@@ -215,6 +219,8 @@ def _rebuilt(state_dict: Mapping[str, Any], layout: Layout, copies: list[torch.T
             memo[id(tensor)] = _build(leaf, copies)
         for at, value in state_dict.items():
             state[at] = copy.deepcopy(value, memo)
+    except TransactionStateError:  # a signal's, not the value's
+        raise
     except Exception as error:
         raise UnsupportedValue(f"{at!r} cannot be copied: {describe(error)}", key=str(at)) from error
     return state

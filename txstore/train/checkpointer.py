@@ -13,12 +13,12 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from txstore.dcp.boundary import connect
+from txstore.dcp.one_at_a_time import one_at_a_time
 from txstore.dcp.snapshot import Snapshot, SnapshotBuffers, estimate_bytes
 from txstore.dcp.writer import StorageWriter
 from txstore.errors import (
     ConfigError,
     SaveError,
-    SnapshotTooLarge,
     TransactionStateError,
     TxStoreError,
     describe,
@@ -33,6 +33,7 @@ from txstore.train.captured import Captured, refuse_unequal
 from txstore.train.choice import examine
 from txstore.train.exchange import Exchange, raise_first, typed
 from txstore.train.history import StepRecord
+from txstore.train.interrupted import refuse_in_the_middle_of_a_step
 from txstore.train.ledger import Ledger
 from txstore.train.lineage import Lineage, Origin
 from txstore.train.policy import SavePolicy
@@ -137,8 +138,10 @@ class Checkpointer:
         self._proof_policy = proof or ProofPolicy()
         self._size_is_known = False
         self._closed = False
+        self.inside: set[int] = set()
         exit_guard.guard(self)
 
+    @one_at_a_time
     def save(self, step: int | None = None) -> SaveHandle:
         """Take a snapshot now and write it in the background; returns when the snapshot is safe on all ranks.
 
@@ -158,8 +161,10 @@ class Checkpointer:
             UnsupportedValue, SaveError: The state cannot be stored exactly, on some rank. Nothing was written.
             PlanMismatch: The ranks save different checkpoints, or differ in what is equal on all ranks.
             DeadlineExceeded: An earlier save, or another rank, did not come to an end in time.
+            TransactionStateError: A signal has interrupted a step, or another call of this checkpointer.
             TxStoreError: An earlier save failed.
         """
+        refuse_in_the_middle_of_a_step()
         self._check_open()
         requested_s = time.monotonic()
         at = self.state.progress.global_step
@@ -215,7 +220,9 @@ class Checkpointer:
             started_s = time.monotonic()
             captured = self.state.capture(self._front.rank, self._front.world_size)
             capture_s = time.monotonic() - started_s
-            self._check_size(captured)
+            if not self._size_is_known:
+                self.policy.refuse_larger(estimate_bytes(captured.state))
+                self._size_is_known = True
             self._repeats.forget()  # its copy may lie in these buffers
             taken.append(self._buffers[0].stage(captured.state))
             return captured, taken[0], capture_s
@@ -234,21 +241,7 @@ class Checkpointer:
         self._buffers.append(self._buffers.pop(0))
         return found
 
-    def _check_size(self, captured: Captured) -> None:
-        """Before the first copy: memory that is not there is found out now, not by the kernel in hour three."""
-        if self._size_is_known:
-            return
-        count = self.policy.max_in_flight
-        needed = estimate_bytes(captured.state) * count
-        allowed = self.policy.max_staging_bytes
-        if allowed is not None and needed > allowed:
-            raise SnapshotTooLarge(
-                f"{count} snapshots of this rank's state take {needed / 2**20:.1f} MiB, "
-                f"max_staging_bytes allows {allowed / 2**20:.1f} MiB",
-                next_step="raise max_staging_bytes, lower max_in_flight, or shard the state over more ranks",
-            )
-        self._size_is_known = True
-
+    @one_at_a_time
     def resume(self, options: ResumeOptions | None = None) -> ResumeReport:
         """Bring back the newest recovery point that is committed, sound and compatible; raises as `Resume.run`.
 
@@ -331,6 +324,7 @@ class Checkpointer:
         if self.policy.verify is not None:
             examine(self.store, decision, self.policy.verify, self._teller.verified)
 
+    @one_at_a_time
     def wait(self) -> list[Decision]:
         """Wait until all saves have ended; the decisions of those that this call accounted for.
 
@@ -343,12 +337,14 @@ class Checkpointer:
         self._check_open()
         return self._ledger.wait_for_all()
 
+    @one_at_a_time
     def close(self) -> None:
         """Wait for all saves, raise what went wrong, give threads and groups back. A second call does nothing."""
         if self._closed:
             return
         try:
-            self.wait()
+            self._check_open()
+            self._ledger.wait_for_all()
         finally:
             self._release()
 

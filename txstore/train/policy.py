@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from txstore.errors import ConfigError
+from txstore.errors import ConfigError, SnapshotTooLarge
 from txstore.events import WhenBusy
 from txstore.field_types import check_fields
 from txstore.ops.report import Depth
@@ -46,3 +46,17 @@ class SavePolicy:
         for limit in (self.max_staging_bytes, self.max_commit_lag_s):
             if limit is not None and not limit > 0:
                 raise ConfigError(f"not a save policy: a limit of {limit}; None means no limit")
+
+    def refuse_larger(self, snapshot_bytes: int) -> None:
+        """Before the first copy: memory that is not there is found out now, not by the kernel in hour three.
+
+        Raises:
+            SnapshotTooLarge: Snapshots of this size take more than `max_staging_bytes`.
+        """
+        needed, allowed = snapshot_bytes * self.max_in_flight, self.max_staging_bytes
+        if allowed is not None and needed > allowed:
+            raise SnapshotTooLarge(
+                f"{self.max_in_flight} snapshots of this rank's state take {needed / 2**20:.1f} MiB, "
+                f"max_staging_bytes allows {allowed / 2**20:.1f} MiB",
+                next_step="raise max_staging_bytes, lower max_in_flight, or shard the state over more ranks",
+            )
