@@ -167,16 +167,16 @@ def _new_group(process_group: dist.ProcessGroup | None, deadline_s: float) -> di
     if process_group is None or dist.get_world_size(process_group) == dist.get_world_size():
         made = dist.new_group(timeout=timeout, backend="gloo")
         return made
-    # torch names a group that only its members make by how many groups each of them knows: with different counts
-    # they would wait for one another under different names.
-    known = [0] * dist.get_world_size(process_group)
-    dist.all_gather_object(known, len(dist.distributed_c10d._world.pg_names), group=process_group)  # noqa: SLF001
-    if len(set(known)) > 1:
+    # torch names a group that only its members make by how many groups each of them has made, counted differently by
+    # 2.13 and 2.14: with different counts they would wait for one another under different names.
+    ranks = dist.get_process_group_ranks(process_group)
+    names = [""] * len(ranks)
+    dist.all_gather_object(names, dist.distributed_c10d._hash_ranks_to_str(ranks), group=process_group)  # noqa: SLF001
+    if len(set(names)) > 1:
         raise ConfigError(
-            f"the members of this sub-group know {known} process groups each: torch cannot make a new one",
+            "the members of this sub-group have made different numbers of process groups: torch cannot make a new one",
             next_step="make two gloo groups of these ranks, on all ranks, by dist.new_group; pass own_groups=(a, b)",
         )
-    ranks = dist.get_process_group_ranks(process_group)
     made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
     return made
 
