@@ -43,8 +43,8 @@ def _made(made: int, instruction: dis.Instruction, before: str) -> int:
         now = max(1, made - 1)
     elif operation == "UNPACK_SEQUENCE" and before == "LOAD_CONST" and made:
         now = made - 1 + count
-    elif operation == "STORE_FAST":
-        now = max(0, made - 1)
+    elif operation in {"STORE_FAST", "STORE_FAST_STORE_FAST"}:
+        now = max(0, made - len(_stored(instruction)))
     return now
 
 
