@@ -32,6 +32,7 @@ from txstore.errors import (
 from txstore.manifest import Description
 from txstore.registry import open_store
 from txstore.retry import RetryPolicy
+from txstore.train import exit_guard
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.policy import SavePolicy
 
@@ -315,6 +316,64 @@ def test_some_failures_in_a_row_are_tolerated(store_url):
     assert committed(store_url) == ["step-3", "step-7"]
 
 
+def lost_at_the_end(url, at=(1,)):
+    return FaultyStore(url, *(Fault(Raise("full"), "put", ".safetensors", at=one) for one in at))
+
+
+@pytest.mark.parametrize("end", ["close", "exit"])
+@pytest.mark.parametrize("seen_by", [None, "wait", "save"])
+def test_the_last_save_is_not_tolerated(store_url, end, seen_by):
+    """Nothing comes after it that could make it good: a clean end would be a run that lost its last steps, or all."""
+    run = Run()
+    store = lost_at_the_end(store_url, (0, 1) if seen_by == "save" else (1,))
+    saves = Checkpointer(store, run.state, retry=ONCE, policy=SavePolicy(max_failed_in_a_row=2))
+    for _ in range(2):
+        advance(run)
+        saves.save()
+        if seen_by == "wait":
+            saves.wait()  # in the middle it is
+    with pytest.raises(StoreFullError, match="no space left") as caught:
+        if end == "close":
+            saves.close()
+        else:
+            with saves:
+                pass
+    assert (seen_by == "save") == bool(getattr(caught.value, "__notes__", []))
+    assert committed(store_url) == ([] if seen_by == "save" else ["step-1"])
+    saves.close()  # told once
+
+
+def test_a_last_save_that_was_tolerated_is_a_note_on_an_exception_and_dealt_with_by_a_later_commit(store_url):
+    run = Run()
+    advance(run)
+    policy = SavePolicy(max_failed_in_a_row=2)
+    with (
+        pytest.raises(KeyError, match="mine") as caught,
+        Checkpointer(failing(store_url), run.state, retry=ONCE, policy=policy) as saves,
+    ):
+        saves.save()
+        saves.wait()
+        raise KeyError("mine")
+    assert "the save of step-1 failed: " in caught.value.__notes__[0]
+    assert [(one.url, one.step) for one in exit_guard._noted] == [(saves.store.url, 1)]
+    with Checkpointer(store_url, run.state) as saves:
+        saves.save()
+    assert exit_guard._noted == []
+
+
+def test_a_tolerated_failure_that_was_made_good_is_nothing_to_tell(store_url):
+    run = Run()
+    policy = SavePolicy(max_failed_in_a_row=1, max_in_flight=2)
+    saves = Checkpointer(failing(store_url), run.state, retry=ONCE, policy=policy)
+    handles = []
+    for _ in range(2):
+        advance(run)
+        handles.append(saves.save())
+    handles[-1].committed.result(30)
+    assert saves.overlooked() == ""
+    saves.close()
+
+
 def test_what_cannot_be_stored_is_an_error_of_the_save(store_url):
     run = Run()
     run.optimizer.param_groups[0]["hook"] = lambda: None
@@ -401,21 +460,27 @@ sys.path[:0] = {paths!r}
 from faults import Fault, FaultyStore, Raise
 from tests.train.runs import Run
 from txstore.retry import RetryPolicy
+from txstore.train import exit_guard
 from txstore.train.checkpointer import Checkpointer
+from txstore.train.policy import SavePolicy
 run = Run()
 run.step()
 store = FaultyStore({url!r}, *([Fault(Raise("full"), "put", ".safetensors")] if {fails} else []))
-saves = Checkpointer(store, run.state, retry=RetryPolicy(attempts=1))
+saves = Checkpointer(store, run.state, retry=RetryPolicy(attempts=1), policy=SavePolicy(max_failed_in_a_row={tolerated}))
 saves.save()
+if {tolerated}:
+    saves.wait()
 print("trained to the end")
 """
 
 
-@pytest.mark.parametrize(("fails", "status"), [(True, 70), (False, 0)])
-def test_nobody_looks(store_url, fails, status):
+@pytest.mark.parametrize(("fails", "tolerated", "status"), [(True, 0, 70), (True, 2, 70), (False, 0, 0)])
+def test_nobody_looks(store_url, fails, tolerated, status):
     """Failure case C7: a run whose saves failed must not end green; one whose saves are on their way must not lose them."""
     here = Path(__file__).parent
-    script = SCRIPT.format(paths=[str(here.parents[1]), str(here.parent / "dcp")], url=store_url, fails=fails)
+    script = SCRIPT.format(
+        paths=[str(here.parents[1]), str(here.parent / "dcp")], url=store_url, fails=fails, tolerated=tolerated
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "trained to the end\n"
     assert done.returncode == status, done.stderr
@@ -485,7 +550,9 @@ def test_a_record_is_refused_where_it_is_made(store_url, wrong):
 def test_a_failure_that_was_caught_is_told_unless_the_work_was_saved_after_all(store_url, step, status):
     """A loop that trains again after an error: at the end everything is committed, or the failed step is not."""
     here = Path(__file__).parent
-    script = SCRIPT.format(paths=[str(here.parents[1]), str(here.parent / "dcp")], url=store_url, fails=True)
+    script = SCRIPT.format(
+        paths=[str(here.parents[1]), str(here.parent / "dcp")], url=store_url, fails=True, tolerated=0
+    )
     script = script.replace(
         "saves.save()",
         f"""
@@ -509,7 +576,9 @@ with Checkpointer({store_url!r}, again.state) as saves:
 def test_a_failure_behind_a_green_exit_is_told(store_url):
     """``sys.exit(0)`` inside the block: the failed save is a note on an exception that nobody prints."""
     here = Path(__file__).parent
-    script = SCRIPT.format(paths=[str(here.parents[1]), str(here.parent / "dcp")], url=store_url, fails=True)
+    script = SCRIPT.format(
+        paths=[str(here.parents[1]), str(here.parent / "dcp")], url=store_url, fails=True, tolerated=0
+    )
     script = script.replace("saves.save()", "with saves:\n    saves.save()\n    sys.exit(0)")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 70, done.stderr

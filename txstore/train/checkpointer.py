@@ -6,9 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
-import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
@@ -21,7 +20,6 @@ from txstore.errors import (
     SaveError,
     TransactionStateError,
     TxStoreError,
-    describe,
 )
 from txstore.events import Observer, SavePhase
 from txstore.field_types import check
@@ -32,7 +30,7 @@ from txstore.train import exit_guard
 from txstore.train.captured import Captured, refuse_unequal
 from txstore.train.choice import examine
 from txstore.train.exchange import Exchange, raise_first, typed
-from txstore.train.history import StepRecord
+from txstore.train.history import StepRecord, record_of
 from txstore.train.interrupted import refuse_in_the_middle_of_a_step
 from txstore.train.ledger import Ledger
 from txstore.train.lineage import Lineage, Origin
@@ -299,20 +297,9 @@ class Checkpointer:
         """
         if self._closed:
             raise TransactionStateError("this checkpointer is closed")
-        progress = self.state.progress
-        try:
-            check("batch_id", batch_id, str | None)
-            record = StepRecord(
-                step=progress.global_step,
-                loss=_number(loss),
-                grad_norm=None if grad_norm is None else _number(grad_norm),
-                update_norm=None if update_norm is None else _number(update_norm),
-                batch_id=None if batch_id is None else batch_id.encode().decode(),
-                consumed_samples=progress.consumed_samples,
-            )
-        except (TypeError, ValueError, OverflowError) as error:
-            # Refused here, where it happens, and not by a save a hundred steps later.
-            raise ConfigError(f"not a record of step {progress.global_step}: {describe(error)}") from error
+        record = record_of(
+            self.state.progress, loss=loss, grad_norm=grad_norm, update_norm=update_norm, batch_id=batch_id
+        )
         self.state.history.add(record)
         self._teller.step(record)
         if self.state.watch is not None:
@@ -339,12 +326,15 @@ class Checkpointer:
 
     @one_at_a_time
     def close(self) -> None:
-        """Wait for all saves, raise what went wrong, give threads and groups back. A second call does nothing."""
+        """Wait for all saves, raise what went wrong, give threads and groups back. A second call does nothing.
+
+        `max_failed_in_a_row` tolerates nothing here: if the newest save has failed, no later one will make it good.
+        """
         if self._closed:
             return
         try:
             self._check_open()
-            self._ledger.wait_for_all()
+            self._ledger.end()
         finally:
             self._release()
 
@@ -380,7 +370,7 @@ class Checkpointer:
         # This rank may be the only one that leaves: nothing collective. And the first error stays the one raised.
         if told := self.overlooked():
             error.add_note(f"txstore: {told}")
-            exit_guard.remember(told, self.store.url, self._ledger.last_step)
+            exit_guard.remember(told, self.store.url, self._ledger.asked_step)
         self._release()
 
     def _check_open(self) -> None:
@@ -388,8 +378,3 @@ class Checkpointer:
             raise TransactionStateError("this checkpointer is closed")
         if self._ledger.stuck is not None:
             raise self._ledger.stuck
-
-
-def _number(value: Any) -> float:
-    # A loss that still has its graph is what loops hand over; torch warns of turning one into a number.
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import torch
 from msgspec import Struct
 
-from txstore.errors import ConfigError, FormatError
+from txstore.errors import ConfigError, FormatError, describe
+from txstore.field_types import check
+from txstore.train.progress import TrainProgress
 
 WINDOW = 32
 """Steps that a checkpoint remembers."""
@@ -33,6 +36,33 @@ class StepRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     update_norm: float | None = None
     batch_id: str | None = None
     consumed_samples: int = 0
+
+
+def record_of(
+    progress: TrainProgress, *, loss: Any, grad_norm: Any = None, update_norm: Any = None, batch_id: str | None = None
+) -> StepRecord:
+    """What a loop tells of the step that it has counted, as plain numbers.
+
+    Raises:
+        ConfigError: A value is none. Here, where it happens, and not at a save a hundred steps later.
+    """
+    try:
+        check("batch_id", batch_id, str | None)
+        return StepRecord(
+            step=progress.global_step,
+            loss=_number(loss),
+            grad_norm=None if grad_norm is None else _number(grad_norm),
+            update_norm=None if update_norm is None else _number(update_norm),
+            batch_id=None if batch_id is None else batch_id.encode().decode(),
+            consumed_samples=progress.consumed_samples,
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"not a record of step {progress.global_step}: {describe(error)}") from error
+
+
+def _number(value: Any) -> float:
+    # A loss that still has its graph is what loops hand over; torch warns of turning one into a number.
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 class History:

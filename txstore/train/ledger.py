@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from typing import NoReturn
 
 from txstore.dcp.writer import StorageWriter
 from txstore.errors import DeadlineExceeded, PlanMismatch, SaveBusy, TxStoreError
@@ -46,6 +47,10 @@ class Ledger:
         self._writer = writer
         self._requests: list[Request] = []
         self._failed_in_a_row = 0
+        self._tolerated: list[
+            Request
+        ] = []  # failed since the newest commit, and nobody was told: a warning is no error
+        self._asked_step = -1
         self._committed_step = -1
         self._stuck: TxStoreError | None = None
 
@@ -60,14 +65,14 @@ class Ledger:
         return all(request.ended.is_set() for request in self._requests)
 
     @property
-    def last_step(self) -> int:
-        """The highest step of a save that is not accounted for; -1 if there is none."""
-        return max((request.handle.step for request in self._requests), default=-1)
+    def asked_step(self) -> int:
+        """The step of the newest save, whatever became of it; -1 if there is none."""
+        return self._asked_step
 
     @property
     def standing_step(self) -> int:
         """The highest step of a save that is on its way or committed, as all ranks know it; -1 if there is none."""
-        return max(self.last_step, self._committed_step)
+        return max([self._committed_step, *(request.handle.step for request in self._requests)])
 
     def goes_on_from(self, step: int) -> None:
         """What was committed before a resume no longer counts: the step that was resumed does, -1 for none."""
@@ -80,6 +85,7 @@ class Ledger:
     def add(self, request: Request) -> None:
         """Take note of a save that is on its way."""
         self._requests.append(request)
+        self._asked_step = request.handle.step
 
     def meet(self, checkpoint: str) -> None:
         """Agree on a save, and account for the earlier ones that have ended on all ranks. Nothing is waited for.
@@ -142,6 +148,16 @@ class Ledger:
         """Wait until all saves have ended on all ranks; their decisions. Raises as `wait_for`."""
         return self.wait_for(len(self._requests))
 
+    def end(self) -> None:
+        """Wait for all saves, the last ones: no later save can make good what the policy has tolerated until now.
+
+        Raises:
+            TxStoreError: As `wait_for`; or the newest save has failed, and no call has raised it.
+        """
+        self.wait_for_all()
+        if self._tolerated:
+            self._raise([request.error for request in self._tolerated if request.error is not None])
+
     def wait_for(self, count: int) -> list[Decision]:
         """Wait for the oldest `count` saves on all ranks, then account for them.
 
@@ -183,18 +199,23 @@ class Ledger:
         decisions, errors = [], []
         for request in ended:
             if request.error is None:
-                self._failed_in_a_row = 0
+                self._failed_in_a_row, self._tolerated = 0, []
                 self._committed_step = max(self._committed_step, request.handle.step)
                 decisions.append(request.handle.committed.result())
                 continue
             self._failed_in_a_row += 1
+            self._tolerated.append(request)
             errors.append(request.error)
             log.warning("the save of %s failed: %s", request.handle.checkpoint, request.error)
         if errors and self._failed_in_a_row > self._policy.max_failed_in_a_row:
-            for other in errors[:-1]:
-                errors[-1].add_note(f"an earlier save failed as well: {other}")
-            raise errors[-1]
+            self._raise(errors)
         return decisions
+
+    def _raise(self, errors: list[TxStoreError]) -> NoReturn:
+        self._tolerated = []
+        for other in errors[:-1]:
+            errors[-1].add_note(f"an earlier save failed as well: {other}")
+        raise errors[-1]
 
     def _give_up(self, late: DeadlineExceeded) -> TxStoreError:
         """After a save that is stuck, on any rank: stop what can be stopped, and find out what became of each save."""
@@ -212,7 +233,8 @@ class Ledger:
 
     def overlooked(self) -> str:
         """Wait for what is on its way, on this rank alone; what nobody has been told, or ""."""
-        told = []
+        told: list[str] = []
+        failed = [] if self._stuck else list(self._tolerated)
         waiting = [] if self._stuck else list(self._requests)
         for number, request in enumerate(waiting):
             if not self._ends(request):
@@ -224,5 +246,8 @@ class Ledger:
                 told.append(str(error))
                 break
             if request.error is not None:
-                told.append(f"the save of {request.handle.checkpoint} failed: {request.error}")
+                failed.append(request)
+            elif len(failed) <= self._policy.max_failed_in_a_row:
+                failed = []  # made good
+        told[:0] = [f"the save of {request.handle.checkpoint} failed: {request.error}" for request in failed]
         return "; ".join(told)
