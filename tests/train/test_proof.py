@@ -14,7 +14,7 @@ from txstore.train.history import History, StepRecord
 from txstore.train.names import Models
 from txstore.train.piece import Loaded, Place
 from txstore.train.progress import TrainProgress
-from txstore.train.proof import Check, ProofPolicy, check_step, compare_with_control, loss_delta
+from txstore.train.proof import Check, ProofPolicy, Start, check_step, compare_with_control, loss_delta, way_on
 from txstore.train.proof_piece import Facts, ProofPiece
 
 WINDOW = [
@@ -32,9 +32,10 @@ POLICY = ProofPolicy()
 
 
 def results(
-    record: StepRecord, window=WINDOW, *, expected: str | None = "b17", first: bool = True
+    record: StepRecord, window=WINDOW, *, expected: str | None = "b17", first: bool = True, at=16, epoch=None
 ) -> dict[str, bool | None]:
-    return {check.name: check.ok for check in check_step(window, record, POLICY, expected_batch=expected, first=first)}
+    start = Start(at, expected, epoch) if first else None
+    return {check.name: check.ok for check in check_step(window, record, POLICY, start)}
 
 
 def changed(**fields) -> StepRecord:
@@ -68,7 +69,8 @@ def test_a_step_that_goes_on_passes_everything() -> None:
     ],
 )
 def test_each_jump_fails_its_own_check(record: StepRecord, failing: str) -> None:
-    assert results(record) == {**ALL_WELL, failing: False}
+    unknown = {"first batch": None} if failing == "next step" else {}  # the id that is expected is that of the next step
+    assert results(record) == {**ALL_WELL, **unknown, failing: False}
 
 
 def test_a_batch_that_was_seen_before_the_save_fails_without_an_expectation() -> None:
@@ -86,13 +88,123 @@ def test_what_cannot_be_checked_is_unknown() -> None:
         "next step": True,
     }
     assert results(GOOD, WINDOW[:3]) == {
-        "loss": None, "grad_norm": None, "update_norm": None, "first batch": True, "next step": False,
+        "loss": None, "grad_norm": None, "update_norm": None, "first batch": True, "next step": True,
     }  # fmt: skip
     assert results(GOOD, []) == {
-        **dict.fromkeys(("loss", "grad_norm", "update_norm", "next step")),
+        **dict.fromkeys(("loss", "grad_norm", "update_norm")),
         "first batch": True,
+        "next step": True,
     }
     assert results(changed(loss=math.nan), [])["loss"] is False, "not a number is wrong whatever came before"
+
+
+def losses(*values: float) -> list[StepRecord]:
+    return [StepRecord(step=step, loss=loss) for step, loss in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    "usual",
+    [
+        [5.0 if step % 5 == 4 else 0.1 + 0.01 * math.sin(step) for step in range(40)],  # two tasks
+        [0.3 + step / 200 if step % 6 == 5 else 0.0 for step in range(40)],  # a margin loss
+        [0.1 if step % 9 else -4.0 for step in range(40)],
+    ],
+)
+def test_what_the_window_itself_holds_is_no_jump(usual: list[float]) -> None:
+    for begin in range(len(usual) - 33):
+        window = losses(*usual[begin : begin + 32])
+        assert all(results(changed(loss=loss), window)["loss"] for loss in usual[begin + 32 :]), begin
+        assert results(changed(loss=20.0), window)["loss"] is False
+        assert results(changed(loss=math.nan), window)["loss"] is False
+
+
+def test_the_first_fall_of_a_loss_is_not_usual() -> None:
+    """Else a model that lost its weights would pass for the rest of the window."""
+    window = losses(11.0, 8.0, 5.0, 3.5, *(2.0 + 0.05 * (-1) ** step for step in range(28)))
+    assert results(changed(loss=11.0), window)["loss"] is False
+    assert results(changed(loss=2.1), window)["loss"] is True
+
+
+def test_what_has_no_scale_is_unknown() -> None:
+    assert results(changed(loss=0.3), losses(*[0.0] * 32))["loss"] is None
+    still = [StepRecord(step=step, loss=1.0, grad_norm=0.0) for step in range(8)]
+    assert results(changed(loss=1.0), still)["grad_norm"] is None
+
+
+@pytest.mark.parametrize("now", [math.inf, math.nan])
+def test_an_infinite_norm_counts_only_where_there_was_none(now: float) -> None:
+    scaled = [StepRecord(step=step, loss=1.0, grad_norm=1.0 if step % 7 else math.inf) for step in range(16)]
+    assert results(changed(grad_norm=now), scaled)["grad_norm"] is None
+    assert results(changed(grad_norm=20.0), scaled)["grad_norm"] is False
+    assert results(changed(grad_norm=now), scaled[1:7])["grad_norm"] is False
+    bad = losses(1.0, 1.1, math.nan, 1.0, 1.1, 1.0)
+    assert results(changed(loss=now), bad)["loss"] is None
+
+
+def every(gap: int, last: int) -> list[StepRecord]:
+    return [StepRecord(step=step, loss=1.0) for step in range(last - 20 * gap, last + 1, gap)]
+
+
+@pytest.mark.parametrize(
+    ("window", "at", "good", "bad"),
+    [
+        (every(1, 40), 40, [41], [40, 42, 90]),
+        (every(1, 39), 40, [41], [39, 40, 42]),  # the loop saves, then records
+        (every(10, 100), 100, [101, 110, 119], [100, 120]),  # its own count of steps may begin anew
+        (every(10, 100), 105, [106, 110, 115], [105, 130]),
+        (every(10, 90), 100, [110], [100]),
+        (every(3, 30)[-1:], 30, [31], [30]),
+        ([], 7, [8], [7]),
+    ],
+)
+def test_the_next_step_follows_the_habit_of_the_window(window, at, good, bad) -> None:
+    found = {step: results(changed(step=step), window, at=at)["next step"] for step in good + bad}
+    assert found == {**dict.fromkeys(good, True), **dict.fromkeys(bad, False)}
+
+
+def test_a_habit_that_does_not_show_is_unknown() -> None:
+    assert results(changed(step=40), every(1, 30)[-1:], at=30)["next step"] is None
+    timed = [StepRecord(step=step, loss=1.0) for step in (3, 90, 201, 300)]
+    assert results(changed(step=900), timed, at=310)["next step"] is None
+    assert results(changed(step=310), timed, at=310)["next step"] is False
+
+
+def epochs(length: int, last: int) -> list[StepRecord]:
+    return [
+        StepRecord(step=step, loss=1.0, batch_id=f"b{step % length}") for step in range(max(1, last - 31), last + 1)
+    ]
+
+
+def test_ids_that_come_again_in_each_epoch_are_no_repetition() -> None:
+    again = changed(step=41, batch_id="b1")
+    assert results(again, epochs(10, 40), expected=None, at=40)["first batch"] is None
+    assert results(again, epochs(100, 40), expected=None, at=40)["first batch"] is None
+    first = epochs(10, 10)  # the first epoch, and the first batch of the second: only the data's length can tell
+    again = changed(step=11, batch_id="b1")
+    assert results(again, first, expected=None, at=10, epoch=10)["first batch"] is None
+    assert results(again, first, expected=None, at=10, epoch=11)["first batch"] is False
+    assert results(again, first, expected=None, at=10)["first batch"] is False
+
+
+def test_an_expected_batch_is_that_of_the_next_step_only() -> None:
+    assert results(changed(step=20, batch_id="b20"), every(10, 10), at=10)["first batch"] is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "helps"),
+    [
+        ({"loss": 9.0}, "loss_spreads"),
+        ({"grad_norm": 99.0}, "norm_factor"),
+        ({"batch_id": "b16"}, "record a batch_id"),
+        ({"step": 19}, "count each step"),
+    ],
+)
+def test_the_advice_names_the_option_that_has_an_effect(wrong, helps) -> None:
+    failed = [check for check in check_step(WINDOW, changed(**wrong), POLICY, Start(16)) if check.ok is False]
+    advice = way_on(failed)
+    assert helps in advice
+    assert "on_failure='warn'" in advice
+    assert sum(word in advice for word in ("loss_spreads", "norm_factor", "record a batch_id", "count each step")) == 1
 
 
 class Loader:
@@ -142,7 +254,7 @@ def test_the_loss_delta() -> None:
 
 
 def test_a_check_says_what_it_compared() -> None:
-    (loss, *_) = check_step(WINDOW, changed(loss=9.5), POLICY, expected_batch=None, first=False)
+    (loss, *_) = check_step(WINDOW, changed(loss=9.5), POLICY)
     assert isinstance(loss, Check)
     assert "9.5" in loss.detail
     assert "median" in loss.detail

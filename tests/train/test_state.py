@@ -17,9 +17,10 @@ from tests.train.trainings import Training, continues, model, raw, resume, save
 from txstore import manifest
 from txstore.dcp import StorageReader
 from txstore.errors import ConfigError, FormatError, StateMismatch, UnsupportedValue
+from txstore.train.captured import unaccounted
 from txstore.train.progress import TrainProgress
 from txstore.train.rng import capture_streams, restore_streams
-from txstore.train.state import TrainState, unaccounted
+from txstore.train.state import TrainState
 from txstore.train.stateful import per_rank, shared
 
 

@@ -15,7 +15,8 @@ from workers import Pool, Rank
 from tests.train.trainings import model, raw, resume, save
 from txstore.dcp import StorageReader
 from txstore.errors import StateMismatch
-from txstore.train.state import TrainState, unaccounted
+from txstore.train.captured import unaccounted
+from txstore.train.state import TrainState
 
 
 class Average:

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from txstore.dcp import StorageReader, StorageWriter
-from txstore.train.captured import Applied
-from txstore.train.state import TrainState, unaccounted
+from txstore.train.captured import Applied, unaccounted
+from txstore.train.state import TrainState
 
 
 def model(*, dropout: float = 0.0, norm: bool = True) -> nn.Sequential:

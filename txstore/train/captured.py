@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from txstore import manifest
 from txstore.compat.differences import Difference
@@ -118,3 +119,13 @@ def refuse_unequal(digests: Sequence[Mapping[str, str]]) -> None:
                 rank=rank,
                 next_step=_STAGES if PARAMETERS in differing else _REPLICAS,
             )
+
+
+def unaccounted(metadata: Metadata, accounts: Sequence[frozenset[str]]) -> list[str]:
+    """Saved keys that no rank accounts for: to load without them would leave state behind.
+
+    Args:
+        metadata: Of the checkpoint.
+        accounts: `TrainState.expected_keys` of every rank.
+    """
+    return sorted(metadata.state_dict_metadata.keys() - frozenset().union(*accounts))

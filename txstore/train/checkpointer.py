@@ -156,6 +156,7 @@ class Checkpointer:
             NotNewest: A newer checkpoint stands: the next resume would take that one. Nothing was copied.
             Conflict, StoreReplaced: What was resumed is no longer the newest, or no longer there.
             SnapshotTooLarge: The snapshots would take more than `max_staging_bytes`. Nothing was copied.
+            NotProved: The loop over the data is one from before the last `resume`.
             UnsupportedValue, SaveError: The state cannot be stored exactly, on some rank. Nothing was written.
             PlanMismatch: The ranks save different checkpoints, or differ in what is equal on all ranks.
             DeadlineExceeded: An earlier save, or another rank, did not come to an end in time.
@@ -269,7 +270,7 @@ class Checkpointer:
         self.description = replace(self.description, accepted=tuple(report.accepted))
         if not report.fresh:
             window, policy = tuple(self.state.history), self._proof_policy
-            self.state.watch = ProofWatch(report, window, policy, self.state.expected_batch, self._teller.proved)
+            self.state.watch = ProofWatch(report, window, policy, self.state.start, self._teller.proved)
         return report
 
     def record(
@@ -292,11 +293,13 @@ class Checkpointer:
             batch_id: Names the batch.
 
         Raises:
-            NotProved: Training does not go on where it stood, and the policy is to raise.
+            NotProved: Training does not go on where it stood, and the policy is to raise; or the loop over the data is
+                one from before the last `resume`, whatever the policy.
             TransactionStateError: This checkpointer is closed: no save would carry it.
         """
         if self._closed:
             raise TransactionStateError("this checkpointer is closed")
+        self.state.loops.refuse()
         record = record_of(
             self.state.progress, loss=loss, grad_norm=grad_norm, update_norm=update_norm, batch_id=batch_id
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sized
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -47,6 +48,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
         seed: Of the order; each epoch has an order of its own.
         shuffle: False for the data's own order.
 
+    Attributes:
+        latest_pass: The iterator that was begun last; None if none was since the last restore.
+
     Raises:
         ConfigError: The numbers do not fit each other.
     """
@@ -79,6 +83,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self._seed = seed
         self._shuffle = shuffle
         self._ended_at: int | None = None
+        self.latest_pass: ref[_Pass] | None = None
         self._is_resumed = False
         self._before: torch.Tensor | None = None  # the global stream, before a loader made its iterator
 
@@ -110,7 +115,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
             )
         if self._is_resumed and self._before is None:
             self._before = torch.get_rng_state()
-        return self._batches(start)
+        batches = _Pass(self._batches(start))
+        self.latest_pass = ref(batches)
+        return batches
 
     def _batches(self, start: int) -> Iterator[list[int]]:
         epoch, first = divmod(start // self._global_batch, len(self))
@@ -169,8 +176,21 @@ class ElasticBatchSampler(Sampler[list[int]]):
         if wrong:
             self._progress.consumed_samples = before
             raise StateMismatch(f"the order of the samples is another: {'; '.join(wrong)}", key="data")
-        self._ended_at = None
+        self._ended_at = self.latest_pass = None
         self._is_resumed, self._before = True, None
+
+
+class _Pass(Iterator[list[int]]):
+    """What an iteration gives. A loader with workers asks it again at each batch, even when it has come to its end."""
+
+    def __init__(self, batches: Iterator[list[int]]) -> None:
+        self._batches = batches
+
+    def __next__(self) -> list[int]:
+        return self._next_data()
+
+    def _next_data(self) -> list[int]:  # the name that `OldLoops` knows
+        return next(self._batches)
 
 
 def _take_back(before: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile, pairwise
 from typing import Literal
 
 from txstore.errors import ConfigError
@@ -45,7 +46,8 @@ class ProofPolicy:
     Attributes:
         steps: How many steps after a resume are looked at.
         loss_spreads: A loss may lie so many spreads (scaled median deviations of the saved window) from its median...
-        loss_fraction: ...or so large a fraction of the median, whichever is more.
+        loss_fraction: ...or so large a fraction of the median, whichever is more; or twice as far as losses inside that
+            window, where some lie farther.
         norm_factor: Gradient and update norms may be so many times the largest of the window.
         on_failure: ``raise`` `NotProved`, or ``warn``.
     """
@@ -67,8 +69,23 @@ def loss_delta(window: Sequence[StepRecord], record: StepRecord) -> float | None
     return record.loss - window[-1].loss if window else None
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where training goes on after a resume, as the checkpoint says.
+
+    Attributes:
+        step: The global step that it was saved at. The next one is trained first.
+        batch: The id of the batch that comes next; None if the data could not tell.
+        epoch_batches: After so many batches the data may give one again; None if that is not known.
+    """
+
+    step: int
+    batch: str | None = None
+    epoch_batches: int | None = None
+
+
 def check_step(
-    window: Sequence[StepRecord], record: StepRecord, policy: ProofPolicy, *, expected_batch: str | None, first: bool
+    window: Sequence[StepRecord], record: StepRecord, policy: ProofPolicy, start: Start | None = None
 ) -> list[Check]:
     """Compare one step after a resume with the saved window.
 
@@ -76,31 +93,52 @@ def check_step(
         window: The records before the save.
         record: The step.
         policy: What counts as a jump.
-        expected_batch: The id that the batch of the first step must have, if it is known.
-        first: Whether it is the first step after the resume.
+        start: Where the resume stood, for the first record after it; None for the others.
     """
     checks = [_loss(window, record, policy)]
     checks += [
         _norm(name, [getattr(one, name) for one in window], getattr(record, name), policy)
         for name in ("grad_norm", "update_norm")
     ]
-    if first:
-        checks.append(_batch(window, record, expected_batch))
-        checks.append(_next_step(window, record))
+    if start is not None:
+        checks.append(_batch(window, record, start))
+        checks.append(_next_step(window, record, start))
     return checks
 
 
+_USUAL = {
+    "loss": "ProofPolicy(loss_spreads=..., loss_fraction=...) allows more",
+    "grad_norm": "ProofPolicy(norm_factor=...) allows more",
+    "update_norm": "ProofPolicy(norm_factor=...) allows more",
+    "first batch": "record a batch_id that names the batch, such as a digest of its indices, and no count of the loop",
+    "next step": "count each step in state.progress, then record it",
+}
+
+
+def way_on(failed: Iterable[Check]) -> str:
+    """What to do when a step after a resume fails checks; each option where it has an effect."""
+    options = dict.fromkeys(_USUAL[check.name] for check in failed)
+    return (
+        "do not train on: compare with the log of the run before. If this is usual: "
+        f"{'; '.join(options)}; ProofPolicy(on_failure='warn') only tells"
+    )
+
+
 def _loss(window: Sequence[StepRecord], record: StepRecord, policy: ProofPolicy) -> Check:
-    if not math.isfinite(record.loss):
-        return Check("loss", ok=False, detail=f"step {record.step}: {record.loss}")
     losses = [one.loss for one in window if math.isfinite(one.loss)]
+    if not math.isfinite(record.loss):
+        detail = f"step {record.step}: {record.loss}"
+        return _not_finite("loss", detail, len(window) - len(losses))
     if len(losses) < FEWEST:
         return Check("loss", ok=None, detail=f"only {len(losses)} losses were recorded before the save")
+    if not any(losses):
+        return Check("loss", ok=None, detail=f"step {record.step}: {record.loss:.6g}, and all before were 0")
     middle = statistics.median(losses)
     spread = 1.4826 * statistics.median(abs(loss - middle) for loss in losses)  # of a normal distribution: its sigma
     allowed = max(policy.loss_spreads * spread, policy.loss_fraction * abs(middle))
     if len(losses) < FEW:
         allowed = max(allowed, 40 / len(losses) * (max(losses) - min(losses)))
+    allowed = max(allowed, 2 * _stray([abs(loss - middle) for loss in losses], allowed))
     off = record.loss - middle
     return Check(
         "loss",
@@ -109,35 +147,63 @@ def _loss(window: Sequence[StepRecord], record: StepRecord, policy: ProofPolicy)
     )
 
 
+def _stray(offs: Sequence[float], allowed: float) -> float:
+    """How far losses of the window itself lay off, if any lay farther than is allowed; else 0.
+
+    Tasks that take turns, or a margin loss that is mostly 0, have no one level. Those that the window begins with do
+    not count: they are the end of the first fall, and a model that was begun anew would have them again.
+    """
+    return max((off for off in dropwhile(lambda off: off > allowed, offs) if off > allowed), default=0.0)
+
+
+def _not_finite(name: str, detail: str, before: int) -> Check:
+    """The search for a loss scale makes infinite norms now and then. In a run that had none, the first one counts."""
+    told = f", and {before} of the window were no finite numbers, too" if before else ""
+    return Check(name, ok=None if before else False, detail=detail + told)
+
+
 def _norm(name: str, before: Sequence[float | None], now: float | None, policy: ProofPolicy) -> Check:
-    known = [norm for norm in before if norm is not None and math.isfinite(norm)]
-    if now is None or len(known) < FEWEST:
+    given = [norm for norm in before if norm is not None]
+    known = [norm for norm in given if math.isfinite(norm)]
+    if now is None or len(given) < FEWEST:
         return Check(name, ok=None, detail="not recorded" if now is None else "too few were recorded before the save")
-    allowed = policy.norm_factor * max(known)
-    return Check(
-        name,
-        ok=math.isfinite(now) and now <= allowed,
-        detail=f"{now:.6g}, largest before {max(known):.6g}, allowed {allowed:.3g}",
-    )
+    if not math.isfinite(now):
+        return _not_finite(name, f"{now:.6g}", len(given) - len(known))
+    largest = max(known, default=0.0)
+    if not largest:
+        return Check(name, ok=None, detail=f"{now:.6g}, and none before was a number above 0")
+    allowed = policy.norm_factor * largest
+    return Check(name, ok=now <= allowed, detail=f"{now:.6g}, largest before {largest:.6g}, allowed {allowed:.3g}")
 
 
-def _batch(window: Sequence[StepRecord], record: StepRecord, expected: str | None) -> Check:
+def _batch(window: Sequence[StepRecord], record: StepRecord, start: Start) -> Check:
     if record.batch_id is None:
         return Check("first batch", ok=None, detail="no batch id was recorded")
-    if expected is not None:
-        return Check(
-            "first batch", ok=record.batch_id == expected, detail=f"{record.batch_id!r}, expected {expected!r}"
-        )
-    if any(one.batch_id == record.batch_id for one in window):
-        return Check("first batch", ok=False, detail=f"{record.batch_id!r} was trained on before the save")
-    return Check("first batch", ok=None, detail=f"{record.batch_id!r}; the expected id is not known")
+    if start.batch is not None and record.step == start.step + 1:
+        same = record.batch_id == start.batch
+        return Check("first batch", ok=same, detail=f"{record.batch_id!r}, expected {start.batch!r}")
+    ids = [one.batch_id for one in window if one.batch_id is not None]
+    come_again = len(set(ids)) < len(ids)
+    ago = min((record.step - one.step for one in window if one.batch_id == record.batch_id), default=None)
+    if ago is None or come_again or (start.epoch_batches is not None and ago >= start.epoch_batches):
+        why = "; ids come again here" if come_again else ""
+        return Check("first batch", ok=None, detail=f"{record.batch_id!r}; the expected id is not known{why}")
+    return Check("first batch", ok=False, detail=f"{record.batch_id!r} was trained on {ago} steps before")
 
 
-def _next_step(window: Sequence[StepRecord], record: StepRecord) -> Check:
-    if not window:
-        return Check("next step", ok=None, detail="no step was recorded before the save")
-    expected = window[-1].step + 1
-    return Check("next step", ok=record.step == expected, detail=f"{record.step}, expected {expected}")
+def _next_step(window: Sequence[StepRecord], record: StepRecord, start: Start) -> Check:
+    """Loops record each step, or every so many, before the save or after it, and count these anew at each start."""
+    steps = [one.step for one in window]
+    gaps = [later - step for step, later in pairwise(steps)]
+    most = max(gaps, default=1)
+    last = start.step + 2 * most - 1
+    expected = str(last) if most == 1 else f"one from {start.step + 1} to {last}"
+    detail = f"{record.step}, expected {expected}"
+    if start.step < record.step <= last:
+        return Check("next step", ok=True, detail=detail)
+    if record.step > last and (not gaps or min(gaps) < most):
+        return Check("next step", ok=None, detail=f"{record.step}; how often steps are recorded is not known")
+    return Check("next step", ok=False, detail=detail)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from txstore.train.history import History
 from txstore.train.names import Models
 from txstore.train.piece import FRESHABLE, Loaded, PieceState, Place, SavedKeys, Targets, fresh_of
 from txstore.train.progress import TrainProgress
-from txstore.train.proof import Check
+from txstore.train.proof import Check, Start
 from txstore.train.python_state import flatten
 from txstore.train.sample import layout, sample
 from txstore.train.temporary import TemporaryBuffers
@@ -94,6 +94,11 @@ class Facts:
             "next batch": {name: _next_batch(item) for name, item in self._data.items()},
         }
 
+    def epoch_batches(self) -> int | None:
+        """How many batches the shortest data has, by its length; None if none tells."""
+        lengths = [batches for item in self._data.values() if (batches := _length(item)) is not None]
+        return min(lengths, default=None)
+
     def _changed_buffers(self) -> dict[str, str]:
         changed = self._temporary.changed() if self._temporary else {}
         return {fqn: "none" if tensor is None else sample([tensor]) for fqn, tensor in changed.items()}
@@ -138,6 +143,13 @@ def _next_batch(item: Any) -> str | None:
     return None if tell is None else str(tell())
 
 
+def _length(item: Any) -> int | None:
+    try:
+        return len(item)
+    except Exception:  # noqa: BLE001 - data that iterates has none, and says so in any way
+        return None
+
+
 class ProofPiece:
     """The piece of state that holds the facts and the history. Restored last, when everything else is in place."""
 
@@ -179,11 +191,12 @@ class ProofPiece:
         return {"records": len(self._history)}
 
     @property
-    def expected_batch(self) -> str | None:
-        """The id of the first batch after the resume, if this rank's data could tell it at the save."""
-        own = self._saved[1] if self._saved else None
+    def start(self) -> Start:
+        """Where training goes on after the restore, by what this rank's data could tell at the save."""
+        shared, own = self._saved or ({}, None)
         known = [batch for batch in (own or {}).get("next batch", {}).values() if batch is not None]
-        return known[0] if len(known) == 1 else None
+        step = shared.get("facts", {}).get("global step", 0)
+        return Start(step, known[0] if len(known) == 1 else None, self._facts.epoch_batches())
 
     def checks(self, fresh: Collection[str] = ()) -> list[Check]:
         """Compare the saved facts with those of the live objects; facts of pieces in `fresh` are unknown."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from txstore.errors import NotProved
 from txstore.train.history import StepRecord
-from txstore.train.proof import ProofPolicy, check_step, loss_delta
+from txstore.train.proof import ProofPolicy, Start, check_step, loss_delta, way_on
 from txstore.train.report import ResumeReport
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ class ProofWatch:
         report: Of the resume; gets the checks and the loss delta.
         window: The records before the save.
         policy: What counts as a jump.
-        expected_batch: The id of the first batch, if it is known.
+        start: Where training goes on.
         tell: Called with the report when the proof has ended, well or not.
     """
 
@@ -29,7 +29,7 @@ class ProofWatch:
         report: ResumeReport,
         window: Sequence[StepRecord],
         policy: ProofPolicy,
-        expected_batch: str | None,
+        start: Start,
         tell: Callable[[ResumeReport], object],
     ) -> None:
         self.report = report
@@ -37,7 +37,7 @@ class ProofWatch:
         self._tell = tell
         self._window = tuple(window)
         self._policy = policy
-        self._expected = expected_batch
+        self._start = start
         self._seen = 0
 
     def see(self, record: StepRecord) -> None:
@@ -50,7 +50,7 @@ class ProofWatch:
             return
         first = self._seen == 0
         self._seen += 1
-        checks = check_step(self._window, record, self._policy, expected_batch=self._expected, first=first)
+        checks = check_step(self._window, record, self._policy, self._start if first else None)
         self.report.checks += checks
         if first:
             self.report.loss_delta = loss_delta(self._window, record)
@@ -65,7 +65,7 @@ class ProofWatch:
             f"step {record.step}, {self._seen} after the resume from {self.report.checkpoint}: "
             + "; ".join(f"{check.name}: {check.detail}" for check in failed),
             key=self.report.checkpoint,
-            next_step="do not train on: compare with the log of the run before, or widen ProofPolicy if this is usual",
+            next_step=way_on(failed),
         )
         if raises:
             raise error

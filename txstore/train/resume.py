@@ -43,7 +43,7 @@ from txstore.manifest import Decision, Description
 from txstore.ops.report import Depth
 from txstore.store import Store
 from txstore.train import applied_once
-from txstore.train.captured import Compared
+from txstore.train.captured import Compared, unaccounted
 from txstore.train.choice import choose, examine, newest_readable
 from txstore.train.deadline import within
 from txstore.train.exchange import Exchange
@@ -53,7 +53,7 @@ from txstore.train.proof import Check
 from txstore.train.proof_piece import way_on
 from txstore.train.report import PassedOver, ResumeReport
 from txstore.train.saves import cause_of
-from txstore.train.state import TrainState, unaccounted
+from txstore.train.state import TrainState
 from txstore.train.telling import Teller
 
 T = TypeVar("T")

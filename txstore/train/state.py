@@ -16,7 +16,7 @@ Everything is one flat DCP state dict of tensors (ADR 0006)::
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from txstore.train.gradients import GradientsPiece
 from txstore.train.history import History
 from txstore.train.model_state import ModelPiece
 from txstore.train.names import Models
+from txstore.train.old_loops import OldLoops
 from txstore.train.optimizer_state import OptimizerPiece, optimizers_in, saved_layouts, with_moments
 from txstore.train.piece import (
     NO_PLAN,
@@ -49,7 +50,7 @@ from txstore.train.piece import (
     hint,
 )
 from txstore.train.progress import ProgressPiece, TrainProgress
-from txstore.train.proof import Check
+from txstore.train.proof import Check, Start
 from txstore.train.proof_piece import Facts, ProofPiece
 from txstore.train.proof_watch import ProofWatch
 from txstore.train.python_blobs import SHARED, blob, digest_of, like, own_key, pack, saved_keys, unpack
@@ -79,6 +80,7 @@ class TrainState:
     Attributes:
         pieces: Every piece of state by name, in the order of a restore.
         progress: The counters that the training loop moves.
+        loops: Those that a restore has left behind.
         watch: The proof of the resume that this state came from. It is the state's, since several checkpointers may
             save and restore one state in turn: the steps that follow a restore prove that restore and no other.
     """
@@ -126,6 +128,7 @@ class TrainState:
             self.pieces["rng"] = RandomStreams(generators)
         self._attributes = PlainAttributes(self._models, several)
         self.history = History()
+        self.loops = OldLoops(sources, self.progress)
         moving = {name: one.item for name, one in scoped(schedulers, "scheduler", is_shared=True).items()}
         self._schedule = Schedule(moving, several)
         facts = Facts(
@@ -151,9 +154,9 @@ class TrainState:
         return [*self._proof.checks(fresh), *self._extras.checks()]
 
     @property
-    def expected_batch(self) -> str | None:
-        """The id of the first batch after a resume, if the data could tell it at the save."""
-        return self._proof.expected_batch
+    def start(self) -> Start:
+        """Where training goes on after a resume."""
+        return self._proof.start
 
     def capture(self, rank: int = 0, world_size: int = 1) -> Captured:
         """The state now, all of one instant.
@@ -161,9 +164,11 @@ class TrainState:
         Raises:
             UnsupportedValue: Something could not be restored exactly; names its path.
             ConfigError: A hook that keeps state was registered since.
+            NotProved: A loop from before the last restore goes on.
         """
         place = Place(rank, world_size)
         refuse_hooks_with_state(self._models, self._others)
+        self.loops.refuse()
         self._attributes.tell()
         progress = self.progress.recorded()
         states = {name: piece.capture(place) for name, piece in self.pieces.items()}
@@ -327,8 +332,10 @@ class TrainState:
         self.watch = None  # from here on the state is no longer what an earlier resume made of it
         optimizers = unpack(SHARED, loaded)["pieces"].get("optimizer", ())
         made = self._schedule.now(optimizers, fresh)
+        self.loops.leave()
         restored = {name: self.pieces[name].restore(given) for name, given in pieces.items()}
         self._schedule.restore(optimizers, loaded, fresh, made)
+        self.loops.left()
         saved_world_size = next(iter(pieces.values())).saved_world_size
         return Applied(self.progress.recorded(), restored, saved_world_size)
 
@@ -385,13 +392,3 @@ class TrainState:
             if name in shared["pieces"] and name not in fresh
         }
         return given, problems
-
-
-def unaccounted(metadata: Metadata, accounts: Sequence[frozenset[str]]) -> list[str]:
-    """Saved keys that no rank accounts for: to load without them would leave state behind.
-
-    Args:
-        metadata: Of the checkpoint.
-        accounts: `TrainState.expected_keys` of every rank.
-    """
-    return sorted(metadata.state_dict_metadata.keys() - frozenset().union(*accounts))
