@@ -69,7 +69,9 @@ def test_a_step_that_goes_on_passes_everything() -> None:
     ],
 )
 def test_each_jump_fails_its_own_check(record: StepRecord, failing: str) -> None:
-    unknown = {"first batch": None} if failing == "next step" else {}  # the id that is expected is that of the next step
+    unknown = (
+        {"first batch": None} if failing == "next step" else {}
+    )  # the id that is expected is that of the next step
     assert results(record) == {**ALL_WELL, **unknown, failing: False}
 
 

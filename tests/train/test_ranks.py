@@ -243,6 +243,37 @@ def test_replicas_that_differ_are_refused_and_not_mixed(pool: Pool, store_url: s
     assert committed(store_url) == []
 
 
+def own_records(me: Rank, url: str, what: str) -> Any:
+    run = Run()
+    with Checkpointer(url, run.state) as saves:
+        for step in range(1, 4):
+            run.step()
+            if what != "missing" or me.rank == 0 or step < 3:
+                loss = float("nan") if step == 1 else 0.5 + (me.rank / 10 if what == "loss" and step > 1 else 0)
+                saves.record(loss=loss, batch_id=f"b{me.rank if what == 'batch_id' and step == 3 else 0}")
+        with pytest.raises(PlanMismatch) as raised:
+            saves.save()
+    return told(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("loss", "step 2: rank 0 recorded loss=0.5, rank 1 0.6"),
+        ("batch_id", "step 3: rank 0 recorded batch_id='b0', rank 1 'b1'"),
+        ("missing", "step 3: rank 0 recorded step=3, rank 1 nothing"),
+    ],
+)
+def test_values_that_each_rank_records_for_itself_are_told_by_name(
+    pool: Pool, store_url: str, what: str, text: str
+) -> None:
+    """The loss of a DDP loop is each rank's own: whoever records it as it is must hear what to do."""
+    (error,) = set(pool.run(WORLD, own_records, store_url, what))
+    assert text in error[1]
+    assert "all_reduce" in error[1]
+    assert committed(store_url) == []
+
+
 def anothers_streams(me: Rank, url: str) -> Any:
     """Rank 2 gets the streams that rank 0 had, as if they were equal on all ranks."""
     run = Run(seed=7)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from txstore import manifest
 from txstore.compat.differences import Difference
 from txstore.compat.layouts import OptimizerLayout
 from txstore.errors import PlanMismatch, StateMismatch, UnsupportedValue
+from txstore.train.history import StepRecord, refuse_unequal_records
 from txstore.train.model_state import PARAMETERS
 from txstore.train.piece import PieceState
 
@@ -108,10 +109,17 @@ def refuse_unfit(problems: Sequence[str]) -> None:
         )
 
 
-def refuse_unequal(digests: Sequence[Mapping[str, str]]) -> None:
-    """What is saved once for all ranks must be equal on all ranks (failure case E1)."""
+def refuse_unequal(digests: Sequence[Mapping[str, str]], records: Callable[[], Sequence[Sequence[StepRecord]]]) -> None:
+    """What is saved once for all ranks must be equal on all ranks (failure case E1).
+
+    Args:
+        digests: Of every rank.
+        records: Gathers the history of every rank; called on all, where nothing but what was recorded can differ.
+    """
     for rank, theirs in enumerate(digests):
         differing = sorted(name for name in digests[0].keys() | theirs if digests[0].get(name) != theirs.get(name))
+        if differing == ["proof"]:
+            refuse_unequal_records(records())
         if differing:
             raise PlanMismatch(
                 f"what is saved once for all ranks differs between rank 0 and rank {rank}: {', '.join(differing)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -231,7 +232,8 @@ class Checkpointer:
             digests = dict(found[0].shared_digests) if found else {}
             outcomes = self._front.gather("snapshot", (error, digests))
             raise_first(outcome for outcome, _ in outcomes)
-            refuse_unequal([digests for _, digests in outcomes])
+            records = partial(self._front.gather, "records", list(self.state.history))
+            refuse_unequal([digests for _, digests in outcomes], records)
         except TxStoreError:
             for snapshot in taken:
                 snapshot.release()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from msgspec import Struct
 
-from txstore.errors import ConfigError, FormatError, describe
+from txstore.errors import ConfigError, FormatError, PlanMismatch, describe
 from txstore.field_types import check
 from txstore.train.progress import TrainProgress
 
@@ -58,6 +58,29 @@ def record_of(
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"not a record of step {progress.global_step}: {describe(error)}") from error
+
+
+def refuse_unequal_records(histories: Sequence[Sequence[StepRecord]]) -> None:
+    """Each rank's records, by rank: rank 0's are saved for all.
+
+    Raises:
+        PlanMismatch: Names the first value that differs.
+    """
+    first = {record.step: record for record in histories[0]}
+    for rank, history in enumerate(histories):
+        theirs = {record.step: record for record in history}
+        for step in sorted(first.keys() | theirs.keys()):
+            one, other = first.get(step), theirs.get(step)
+            for name in StepRecord.__struct_fields__:
+                values = [repr(getattr(record, name)) if record else "nothing" for record in (one, other)]
+                if values[0] != values[1]:
+                    raise PlanMismatch(
+                        f"step {step}: rank 0 recorded {name}={values[0]}, rank {rank} {values[1]}",
+                        key=f"proof.history.{name}",
+                        rank=rank,
+                        next_step="call record() on every rank with the same values: all_reduce a rank's own loss or norm to "
+                        "the mean of all before",
+                    )
 
 
 def _number(value: Any) -> float:
