@@ -11,6 +11,8 @@ from workers import Pool, Rank
 
 from tests.train.trainings import Training, model, raw, resume, save
 from txstore.errors import ConfigError, StateMismatch, UnsupportedValue
+from txstore.train.checkpointer import Checkpointer
+from txstore.train.resume import ResumeOptions
 from txstore.train.state import TrainState
 
 
@@ -43,6 +45,22 @@ def test_the_window_goes_on_at_its_micro_step(micro_step: int, store_url: str) -
     assert gradients(other.state) == saved
     assert other.module[0].unused.weight.grad is None, "absent when it was saved"
     assert other.run(5) == losses
+
+
+def test_a_window_that_is_left_behind_begins_anew(store_url: str) -> None:
+    """Else the next step would be made of what was left of it: one pass of four, at a quarter of its size."""
+    first = training()
+    first.run(4 + 3)
+    with Checkpointer(store_url, first.state) as saves:
+        saves.save()
+    for other in (training(), first):  # a new process, and the same one, whose gradients are those of what was left
+        with Checkpointer(store_url, other.state) as saves:
+            report = saves.resume(ResumeOptions(checkpoint="step-1", fresh={"gradients"}))
+        assert report.proved
+        assert "gradients of 3 backward passes are left behind, and their samples count as consumed" in report.notes
+        assert (other.state.progress.global_step, other.state.progress.micro_step) == (1, 0)
+        assert gradients(other.state) == {}
+        assert all(parameter.grad is None for parameter in other.module.parameters())
 
 
 def test_outside_a_window_no_gradient_is_saved_and_no_value_survives_a_resume(store_url: str) -> None:

@@ -127,6 +127,13 @@ class GradientsPiece:
         zeros = sum(is_spent(kind) for kind in kinds.values())
         return {"gradients": sum(kind != "none" for kind in kinds.values()) - zeros, "zeros": zeros}
 
+    def begin_anew(self) -> Mapping[str, Any]:
+        """Leave a window that was restored behind: else its next step would be made of the rest of it alone."""
+        lost, self._progress.micro_step = self._progress.micro_step, 0
+        for parameter in self._models.parameters().values() if lost else ():
+            parameter.grad = None
+        return {"passes left behind": lost}
+
 
 def _key(fqn: str, kind: str, place: Place) -> str:
     return f"gradients.{fqn}" if kind == "sharded" else f"gradients.rank-{place.rank}.{fqn}"

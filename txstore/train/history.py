@@ -78,8 +78,8 @@ def refuse_unequal_records(histories: Sequence[Sequence[StepRecord]]) -> None:
                         f"step {step}: rank 0 recorded {name}={values[0]}, rank {rank} {values[1]}",
                         key=f"proof.history.{name}",
                         rank=rank,
-                        next_step="call record() on every rank with the same values: all_reduce a rank's own loss or norm to "
-                        "the mean of all before",
+                        next_step="call record() on every rank with the same values: all_reduce a rank's own loss or "
+                        "norm to the mean of all before",
                     )
 
 

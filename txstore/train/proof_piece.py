@@ -239,6 +239,7 @@ _FACTS_OF = {
     "loss scale": "scaler",
     "scalers": "scaler",
     "gradients": "gradients",
+    "micro step": "gradients",
     "random streams": "rng",
     "next batch": "data",
 }

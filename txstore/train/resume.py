@@ -234,6 +234,10 @@ class Resume:
         report.saved_world_size = applied.saved_world_size
         report.restored = dict(applied.restored)
         report.accepted = applied_once.recorded(self.options.fresh, judgement.record)
+        lost = applied.restored.get("gradients", {}).get("passes left behind")
+        notes += [f"gradients of {lost} backward passes are left behind, and their samples count as consumed"] * bool(
+            lost
+        )
         report.notes = [*judgement.notes, *notes]
         seen = self.exchange.gather("samples seen", self.options.seen_samples)[0]
         report.reprocessed_samples = None if seen is None else max(0, seen - applied.progress.consumed_samples)

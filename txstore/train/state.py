@@ -106,6 +106,7 @@ class TrainState:
         self._model = ModelPiece(self._models)
         self._optimizers = OptimizerPiece(several, self._models)
         others = scoped(extras, "extra", is_shared=True)
+        self._gradients = GradientsPiece(self._models, self.progress, several)
         self._extras = ExtrasPiece(others)
         self._others = [one.item for one in others.values()]
         refuse_hooks_with_state(self._models, self._others)
@@ -118,7 +119,7 @@ class TrainState:
             "optimizer": self._optimizers,
             "scheduler": SchedulerPiece(schedulers),
             "scaler": ScalerPiece(scaler),
-            "gradients": GradientsPiece(self._models, self.progress, several),
+            "gradients": self._gradients,
             "extras": self._extras,
             "progress": ProgressPiece(self.progress),
             "data": CursorPiece(data, generators.values() if rng else ()),
@@ -334,6 +335,8 @@ class TrainState:
         made = self._schedule.now(optimizers, fresh)
         self.loops.leave()
         restored = {name: self.pieces[name].restore(given) for name, given in pieces.items()}
+        if "gradients" in fresh:
+            restored["gradients"] = self._gradients.begin_anew()
         self._schedule.restore(optimizers, loaded, fresh, made)
         self.loops.left()
         saved_world_size = next(iter(pieces.values())).saved_world_size
