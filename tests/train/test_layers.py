@@ -363,3 +363,43 @@ def test_gradients_of_an_unfinished_window_are_not_those_of_a_changed_model(stor
         with pytest.raises(StateMismatch, match=r"fresh=\{'gradients'\}"):
             saves.resume(ResumeOptions(migrations=["layers"]))
         assert saves.resume(ResumeOptions(migrations=["layers"], fresh={"gradients"})).proved
+
+
+class Words(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["untie", "tie"])
+@pytest.mark.parametrize("fresh", [set(), {"optimizer"}], ids=["moments kept", "moments anew"])
+def test_a_head_is_tied_or_untied(tied: bool, fresh: set[str], store_url: str) -> None:
+    """No key comes or goes, and one parameter does: the number of those that are trained is not that of the save."""
+
+    @migration("head", keys=["model.embed.*", "model.head.*"], parameters=["embed.*", "head.*"])
+    def head(saved_keys: Any, today: Any) -> KeyPlan:
+        return KeyPlan(drop=saved_keys.keys() - today.keys(), fresh=today.keys() - saved_keys.keys())
+
+    def built(tied: bool) -> tuple[Words, TrainState]:
+        model = Words(tied=tied)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model.head(model.embed(torch.arange(8))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, TrainState(model, optimizer)
+
+    was, state = built(tied)
+    with Checkpointer(store_url, state) as saves:
+        saves.save()
+    now, state = built(not tied)
+    with Checkpointer(store_url, state) as saves:
+        report = saves.resume(ResumeOptions(migrations=["head"], fresh=fresh))
+        assert report.proved, str(report)
+        assert any(torch.equal(now.embed.weight, one.weight) for one in (was.embed, was.head))
+        state.progress.global_step += 1
+        saves.save()
+    with Checkpointer(store_url, built(not tied)[1]) as saves:
+        report = saves.resume()
+        assert "trained parameters" in {one.name for one in report.checks if one.ok}

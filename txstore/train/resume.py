@@ -364,7 +364,7 @@ class Resume:
 
 def _migrated(plan: LoadPlan) -> set[str]:
     """What migrations leave unknown of the saved facts, as `TrainState.validate` calls it."""
-    unknown = {"model": plan.changes_keys, "moments": bool(plan.parameters)}
+    unknown = {"model": plan.changes_keys, "moments": bool(plan.parameters), "migration": bool(plan.keys)}
     return {name for name, is_so in unknown.items() if is_so}
 
 
