@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Self
 
 import msgspec
@@ -136,15 +137,18 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[Event | UnknownEvent]:
 
 
 def last_step(path: str | os.PathLike[str]) -> StepRecorded | None:
-    """The step that was recorded last, or None: how far a run had come when it ended.
+    """The step that was recorded last: how far a run had come when it ended.
+
+    None if that is not known, since no step was recorded or there is no such file, as at the first start of a run.
 
     Raises:
         FormatError, OSError: As `read_events`.
     """
     last = None
-    for event in read_events(path):
-        if isinstance(event, StepRecorded):
-            last = event
+    with suppress(FileNotFoundError):
+        for event in read_events(path):
+            if isinstance(event, StepRecorded):
+                last = event
     return last
 
 

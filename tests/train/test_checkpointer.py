@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 import threading
@@ -35,6 +36,7 @@ from txstore.retry import RetryPolicy
 from txstore.train import exit_guard
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.policy import SavePolicy
+from txstore.train.proof import Check
 
 ONCE = RetryPolicy(attempts=1)
 
@@ -117,7 +119,10 @@ def test_a_report_is_told_to_people_and_as_json(store_url):
     shown = console.file.getvalue()
     assert "resumed step-1" in shown
     assert all(check.name in shown for check in report.checks)
-    assert "checks hold" in str(report)
+    assert re.search(r"^\d+ checks hold$", str(report), re.MULTILINE)
+    report.checks += [Check("loss", ok=False, detail="9"), Check("next batch", ok=None, detail="this data cannot tell")]
+    assert re.search(r"^FAILED: loss \(9\)$", str(report), re.MULTILINE)
+    assert str(report).endswith(" checks hold; 1 could not be made: next batch (this data cannot tell)")
     assert "a fresh start" in str(fresh)
 
 
@@ -460,7 +465,6 @@ sys.path[:0] = {paths!r}
 from faults import Fault, FaultyStore, Raise
 from tests.train.runs import Run
 from txstore.retry import RetryPolicy
-from txstore.train import exit_guard
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.policy import SavePolicy
 run = Run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 import torch.utils.data
 from torch import nn
 from torch.optim import lr_scheduler as rates
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.train.runs import Run
 from txstore import errors, train
 from txstore.compat import migrations
 from txstore.manifest import Description
@@ -120,6 +123,107 @@ def test_a_new_learning_rate_is_that_of_a_run_that_had_it_all_along(name: str, s
             found = [run.rates(), *run.train(5)]
             assert torch.allclose(torch.tensor(found), torch.tensor(told[begin - 1 : begin + 5]), rtol=1e-5, atol=0)
             saves.save()
+
+
+def block(begin: str) -> str:
+    """The first Python block after these words of the guide."""
+    found = re.search(r"```python\n(.*?)```", TEXT.partition(begin)[2], re.DOTALL)
+    assert found, begin
+    return found[1]
+
+
+def test_the_drill_of_the_guide_compares_what_it_says(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def start(change: float = 0.0) -> train.ControlReport | None:
+        run = Run(seed=int(change) + 3)
+
+        def train_step() -> tuple[float, str]:
+            record = run.step()
+            return record.loss + change * (record.step == 25), f"b{record.step}"
+
+        names = {"Checkpointer": Checkpointer, "url": store_url, "state": run.state, "train_step": train_step}
+        exec(block("A **drill** is stronger"), names)
+        found: train.ControlReport | None = names.get("report")  # type: ignore[assignment]
+        return found
+
+    assert start() is None
+    report = start()
+    assert report is not None
+    assert [row.step for row in report.rows] == list(range(11, 31))
+    with pytest.raises(AssertionError, match="step 25: loss"):
+        start(1.0)
+
+
+def test_the_samples_that_are_trained_on_again_are_counted_from_the_first_start_on(
+    store_url: str, tmp_path: Path
+) -> None:
+    counted = []
+    for _ in range(2):
+        run = Run()
+        names = {
+            "Checkpointer": Checkpointer, "ResumeOptions": train.ResumeOptions, "url": store_url, "state": run.state,
+            "log_path": tmp_path / "events.jsonl",
+        }  # fmt: skip
+        recipe = block("### Samples that are trained on again")
+        exec(recipe + TRAIN, {**names, "run": run, "counted": counted})
+    assert counted == [None, 16]
+
+
+TRAIN = """
+    counted.append(report.reprocessed_samples)
+    for step in range(3):
+        record = run.step()
+        saves.record(loss=record.loss)
+        if step == 0:
+            saves.save()
+"""
+
+
+def test_rolling_back_inside_a_run_ends_where_a_run_without_a_fault_does(store_url: str) -> None:
+    def trained(url: str | None, bad_at: int) -> tuple[list[list[int]], dict[str, Any]]:
+        torch.manual_seed(5)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = StatefulDataLoader(list(range(20)), batch_size=2, shuffle=True)
+        state = TrainState(model, optimizer, data=loader)
+        seen: list[list[int]] = []
+        faults = [bad_at]
+
+        def train_step(batch: torch.Tensor) -> float:
+            seen.append(batch.tolist())
+            loss = (model(batch.float()[:, None]) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(seen) in faults:
+                faults.clear()
+                return math.nan
+            return loss.item()
+
+        body = block("**To roll back inside a run**").replace("        ...  # count, record, save\n", COUNT)
+        assert COUNT in body
+        with Checkpointer(url or store_url, state) as saves:
+            saves.resume()
+            names = {"state": state, "loader": loader, "train_step": train_step, "saves": saves, "math": math}
+            exec(body, {**names, "steps": 25})
+        return seen, {name: value.clone() for name, value in model.state_dict().items()}
+
+    seen, values = trained(None, 0)
+    again, after = trained(store_url + "-2", 18)
+    assert seen == again[:16] + again[18:]
+    assert all(torch.equal(values[name], after[name]) for name in values)
+
+
+COUNT = """
+        state.progress.global_step += 1
+        state.progress.consumed_samples += len(batch)
+        saves.record(loss=loss)
+        if state.progress.global_step % 4 == 0:
+            saves.save()
+"""
 
 
 EXAMPLES = [

@@ -95,12 +95,16 @@ class ResumeReport:
         return Group(*lines)
 
     def __str__(self) -> str:
+        if not self.checks:
+            return "\n".join(self._lines())
         held = sum(check.ok is True for check in self.checks)
-        others = [check for check in self.checks if check.ok is not True]
-        summary = [f"{held} checks hold" + (", but not these:" if others else "")] if self.checks else []
-        verdicts = {True: "", False: "FAILED", None: "could not be checked"}
-        checks = [f"  {check.name}: {verdicts[check.ok]} ({check.detail})" for check in others]
-        return "\n".join([*self._lines(), *summary, *checks])
+        unknown = [check for check in self.checks if check.ok is None]
+        summary = f"{held} checks hold"
+        if unknown:
+            told = "; ".join(f"{check.name} ({check.detail})" for check in unknown)
+            summary += f"; {len(unknown)} could not be made: {told}"
+        failed = [f"FAILED: {check.name} ({check.detail})" for check in self.failed]
+        return "\n".join([*self._lines(), *failed, summary])
 
     def _lines(self) -> list[str]:
         if self.fresh:
