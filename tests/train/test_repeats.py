@@ -106,6 +106,18 @@ def test_a_save_on_its_way_is_not_waited_for(when_busy: Any, store_url: str) -> 
     assert slots(store_url) == [("step-4", 0)]
 
 
+def test_a_loop_that_saves_and_then_records_may_end_with_a_save(store_url: str) -> None:
+    run = trained()
+    with Checkpointer(store_url, run.state) as saves:
+        first = saves.save()
+        saves.record(loss=1.0)
+        assert saves.save() is first
+        run.optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(AlreadyCommitted, match="since then optimizer changed"):
+            saves.save()
+    assert slots(store_url) == [("step-4", 0)]
+
+
 def test_a_save_that_fails_after_it_was_repeated_is_raised_and_then_really_made(store_url: str) -> None:
     run, gate = trained(), Gate()
 

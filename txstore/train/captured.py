@@ -114,11 +114,11 @@ def refuse_unequal(digests: Sequence[Mapping[str, str]], records: Callable[[], S
 
     Args:
         digests: Of every rank.
-        records: Gathers the history of every rank; called on all, where nothing but what was recorded can differ.
+        records: Gathers the history of every rank; called on all, where nothing else differs.
     """
     for rank, theirs in enumerate(digests):
         differing = sorted(name for name in digests[0].keys() | theirs if digests[0].get(name) != theirs.get(name))
-        if differing == ["proof"]:
+        if differing == ["history"]:
             refuse_unequal_records(records())
         if differing:
             raise PlanMismatch(

@@ -162,8 +162,8 @@ class ProofPiece:
     def capture(self, place: Place) -> PieceState:  # noqa: ARG002 - the signature of a piece
         """The facts now, and the window of records."""
         return PieceState(
-            shared={"facts": self._facts.shared(), "history": self._history.state_dict()},
-            replicated=self._facts.replicated(),
+            shared={"facts": self._facts.shared()},
+            replicated={**self._facts.replicated(), "history": self._history.state_dict()},
             own=self._facts.own(),
         )
 

@@ -27,7 +27,7 @@ from txstore.train.captured import Captured
 from txstore.train.deadline import within
 from txstore.train.exchange import Exchange, raise_first, typed
 from txstore.train.ledger import Ledger
-from txstore.train.python_blobs import own_key, unpack
+from txstore.train.python_blobs import SHARED, own_key, unpack
 from txstore.train.python_state import flatten
 from txstore.train.request import Request, SaveHandle
 from txstore.train.saves import UNMOVED
@@ -113,6 +113,8 @@ class Repeats:
         names |= _differing(now.state, kept.request.snapshot.state_dict, own_key(rank))
         if now.progress.micro_step == 0:
             names -= {"gradients"}  # they were spent: a loop that clears them after its save changes nothing
+        if "history" in names:
+            names -= {"history", SHARED}  # a loop may save, and then record; a digest covers all else in that blob
         # What is noted of the state, for the proof, follows from the state.
         return sorted(names & (self._state.pieces.keys() - {"proof"}) or names)
 
