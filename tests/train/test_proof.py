@@ -69,10 +69,7 @@ def test_a_step_that_goes_on_passes_everything() -> None:
     ],
 )
 def test_each_jump_fails_its_own_check(record: StepRecord, failing: str) -> None:
-    unknown = (
-        {"first batch": None} if failing == "next step" else {}
-    )  # the id that is expected is that of the next step
-    assert results(record) == {**ALL_WELL, **unknown, failing: False}
+    assert results(record) == {**ALL_WELL, failing: False}
 
 
 def test_a_batch_that_was_seen_before_the_save_fails_without_an_expectation() -> None:

@@ -179,7 +179,8 @@ def _norm(name: str, before: Sequence[float | None], now: float | None, policy: 
 def _batch(window: Sequence[StepRecord], record: StepRecord, start: Start) -> Check:
     if record.batch_id is None:
         return Check("first batch", ok=None, detail="no batch id was recorded")
-    if start.batch is not None and record.step == start.step + 1:
+    # Of another step it is no business, unless each was recorded: then steps, and with them batches, were left out.
+    if start.batch is not None and (record.step == start.step + 1 or max(_gaps(window), default=2) == 1):
         same = record.batch_id == start.batch
         return Check("first batch", ok=same, detail=f"{record.batch_id!r}, expected {start.batch!r}")
     ids = [one.batch_id for one in window if one.batch_id is not None]
@@ -191,10 +192,13 @@ def _batch(window: Sequence[StepRecord], record: StepRecord, start: Start) -> Ch
     return Check("first batch", ok=False, detail=f"{record.batch_id!r} was trained on {ago} steps before")
 
 
+def _gaps(window: Sequence[StepRecord]) -> list[int]:
+    return [later.step - one.step for one, later in pairwise(window)]
+
+
 def _next_step(window: Sequence[StepRecord], record: StepRecord, start: Start) -> Check:
     """Loops record each step, or every so many, before the save or after it, and count these anew at each start."""
-    steps = [one.step for one in window]
-    gaps = [later - step for step, later in pairwise(steps)]
+    gaps = _gaps(window)
     most = max(gaps, default=1)
     last = start.step + 2 * most - 1
     expected = str(last) if most == 1 else f"one from {start.step + 1} to {last}"
