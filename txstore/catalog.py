@@ -1,11 +1,13 @@
 """What is committed: listing, the newest, one by name. Reads decisions and nothing else; never repairs.
 
 Order is numeric by step, from names that carry their step and records that must agree with them, never
-text order, modification times or a clock. ``latest.json`` is not consulted: one listing answers more.
+text order, modification times or a clock. ``latest.json`` chooses nothing: it only shows that a record was lost
+(`lost_record`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,22 +20,31 @@ from txstore.errors import (
     ConfigError,
     FormatError,
     IntegrityError,
+    NotFoundError,
+    StoreError,
     UnknownVersion,
 )
 from txstore.keys import (
     COMMITS_PREFIX,
+    DATA_PREFIX,
+    LATEST_KEY,
     RETIRED_PREFIX,
     STORE_KEY,
     SlotName,
     check_checkpoint,
     decision_key,
+    decision_prefix,
+    parse_attempt,
     parse_decision_key,
     parse_retired_key,
+    retired_key,
     step_of,
 )
-from txstore.manifest import Decision
+from txstore.manifest import DECISION_MAX_BYTES, Decision, decode_pointer
 from txstore.side_by_side import side_by_side
 from txstore.store import Store
+
+log = logging.getLogger(__name__)
 
 State = Literal["committed", "superseded", "retired", "aborted", "unknown"]
 """``unknown`` is a commit below a damaged record: nobody can tell whether it is superseded, and no reader takes it."""
@@ -62,13 +73,10 @@ def entries(store: Store, *, damaged: Damaged | None = None) -> list[Entry]:
         FormatError, IntegrityError: Some record is damaged, or missing.
         StoreError: The listing failed; that is never an empty answer.
     """
-    slots, retired = _listing(store)
-    names = [
-        SlotName(checkpoint, slot)
-        for checkpoint in sorted(slots, key=by_step)
-        for slot in range(max(slots[checkpoint]), -1, -1)
-    ]
-    decisions = side_by_side(lambda name: _read_or_note(store, name, damaged), names)
+    listing = list_records(store)
+    listing.check_format(store)
+    retired, names = listing.retired, listing.names()
+    decisions = side_by_side(lambda name: _read_or_note(store, name, listing, damaged), names)
     found: list[Entry] = []
     above: dict[str, State] = {}  # what a commit is below what was seen so far of its checkpoint
     for name, decision in zip(names, decisions, strict=True):  # of each checkpoint the highest slot first
@@ -97,13 +105,15 @@ def newest(store: Store, *, passed_over: Collection[str] = ()) -> Decision:
         CheckpointNotFound: A successful listing holds none.
         ConfigError: Two checkpoints have that step: only their names can tell them apart.
         FormatError: A record on the way is damaged.
+        IntegrityError: A record on the way is missing: see `lost_record`.
     """
-    slots, retired = _listing(store)
+    listing = list_records(store)
+    listing.check_format(store)
     best: Decision | None = None
-    for checkpoint in sorted(slots.keys() - set(passed_over), key=by_step, reverse=True):
+    for checkpoint in sorted(listing.highest.keys() - set(passed_over), key=by_step, reverse=True):
         if best is not None and step_of(checkpoint) != best.step:
             break
-        decision = _standing(store, checkpoint, slots[checkpoint], retired)
+        decision = _standing(store, checkpoint, listing)
         if decision is not None and best is not None:
             raise ConfigError(
                 f"{best.checkpoint} and {decision.checkpoint} are both newest: "
@@ -112,8 +122,7 @@ def newest(store: Store, *, passed_over: Collection[str] = ()) -> Decision:
             )
         best = decision or best
     if best is None:
-        what = "no committed checkpoint in" if read_store_format(store) else "no store, nothing was ever saved, at"
-        raise CheckpointNotFound(f"{what} {store.url}", key=store.url)
+        raise nothing_committed(store)
     return best
 
 
@@ -124,10 +133,15 @@ def find(store: Store, checkpoint: str) -> Decision:
         CheckpointNotFound: No such commit.
         CheckpointRetired: All its commits were removed by retention.
         FormatError: A record that may be it is damaged.
+        IntegrityError: A record that may be it is missing: see `lost_record`.
     """
     check_checkpoint(checkpoint)
-    damaged: dict[int, FormatError] = {}
-    decisions = list(walk_slots(store, checkpoint, damaged=damaged))
+    lost = lost_record(store)
+    unreadable: dict[int, FormatError] = {}
+    decisions = list(walk_slots(store, checkpoint, damaged=unreadable))
+    damaged: dict[int, FormatError | IntegrityError] = {**unreadable}
+    if lost is not None and lost.checkpoint == checkpoint and all(found.slot != lost.slot for found in decisions):
+        damaged[lost.slot] = missing_record(lost, lost=lost)
     read_store_format(store)  # a store of a layout that this release does not know is refused by name, too
     was_retired = False
     for decision in reversed(decisions):
@@ -149,25 +163,47 @@ def find(store: Store, checkpoint: str) -> Decision:
     )
 
 
-def by_step(checkpoint: str) -> tuple[int, str]:
-    """What names of checkpoints are sorted by: the step, those without one first; then the name."""
-    step = step_of(checkpoint)
-    return (-1 if step is None else step, checkpoint)
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Which records a store has.
 
+    Attributes:
+        highest: The highest slot of each checkpoint.
+        retired: The commits that have a tombstone.
+        lost: See `lost_record`; its slot counts in `highest`.
+    """
 
-def _listing(store: Store) -> tuple[dict[str, set[int]], set[SlotName]]:
-    """Slots by checkpoint, and the retired ones. Tombstones are listed last: one set meanwhile is seen."""
-    slots: defaultdict[str, set[int]] = defaultdict(set)
-    for info in store.list(COMMITS_PREFIX):
-        if name := parse_decision_key(info.key):
-            slots[name.checkpoint].add(name.slot)
-    _check_format(store, has_decisions=bool(slots))
-    retired = {name for info in store.list(RETIRED_PREFIX) if (name := parse_retired_key(info.key))}
-    return dict(slots), retired
+    highest: dict[str, int]
+    retired: frozenset[SlotName]
+    lost: SlotName | None
 
+    def names(self) -> list[SlotName]:
+        """Every slot, by ascending step and name; of each checkpoint the highest first.
 
-def _check_format(store: Store, *, has_decisions: bool) -> None:
-    if not read_store_format(store) and has_decisions:
+        Slots are contiguous and records are never deleted: one that the listing lacks was filled meanwhile, or is gone.
+        """
+        return [
+            SlotName(checkpoint, slot)
+            for checkpoint in sorted(self.highest, key=by_step)
+            for slot in range(self.highest[checkpoint], -1, -1)
+        ]
+
+    def check_format(self, store: Store) -> None:
+        """Refuse records in a place that does not say that it is a store.
+
+        Raises:
+            IntegrityError: It is part of a store.
+            FormatError: As `read_store_format`.
+        """
+        if read_store_format(store) or not self.highest:
+            return
+        if self.lost is not None:
+            raise IntegrityError(
+                f"{STORE_KEY} is gone, and so is the record of {self.lost.checkpoint}.{self.lost.slot}, which "
+                f"{LATEST_KEY} says was committed",
+                key=STORE_KEY,
+                next_step=f"restore both from a copy of the store; deleted on purpose? Then delete {LATEST_KEY} too",
+            )
         raise IntegrityError(
             "the store has decisions but no format document",
             key=STORE_KEY,
@@ -175,9 +211,101 @@ def _check_format(store: Store, *, has_decisions: bool) -> None:
         )
 
 
-def _read_or_note(store: Store, name: SlotName, damaged: Damaged | None) -> Decision | None:
+def list_records(store: Store, checkpoint: str | None = None) -> Records:
+    """Which records there are, of one checkpoint or of all. None of them is read.
+
+    Raises:
+        StoreError: The listing failed; that is never an empty answer.
+    """
+    lost = lost_record(store)  # first: what it names is in the listing, unless it is gone
+    if lost is not None and checkpoint not in {None, lost.checkpoint}:
+        lost = None
+    highest: defaultdict[str, int] = defaultdict(int, {} if lost is None else {lost.checkpoint: lost.slot})
+    for info in store.list(COMMITS_PREFIX if checkpoint is None else decision_prefix(checkpoint)):
+        name = parse_decision_key(info.key)
+        if name and checkpoint in {None, name.checkpoint}:
+            highest[name.checkpoint] = max(highest[name.checkpoint], name.slot)
+    # Tombstones are listed last: one set meanwhile is seen.
+    prefix = RETIRED_PREFIX if checkpoint is None else retired_key(checkpoint, 0)[:-1]
+    retired = frozenset(name for info in store.list(prefix) if (name := parse_retired_key(info.key)))
+    return Records(dict(highest), retired, lost)
+
+
+def lost_record(store: Store) -> SlotName | None:
+    """The commit that ``latest.json`` names, if it has neither a record nor a tombstone: the record was lost.
+
+    The hint is written after the commit and never before. So it may lag behind, and what it names was committed. That
+    is all that is believed of it (ADR 0014). A hint that is missing, cannot be read or is of another version shows
+    nothing.
+    """
     try:
-        return _must_read(store, name.checkpoint, name.slot)
+        hint = decode_pointer(store.read(LATEST_KEY, 0, DECISION_MAX_BYTES + 1), LATEST_KEY)
+        name = SlotName(hint.checkpoint, hint.slot)
+    except NotFoundError:
+        return None
+    except (StoreError, FormatError) as error:
+        # Only a hint: nothing may depend on it. A store that does not answer fails at the next request.
+        log.warning("whether a record was lost cannot be seen; the next commit writes the hint anew: %s", error)
+        return None
+    # After the hint, and the tombstone last: whatever is done meanwhile is seen.
+    for key in (decision_key(name.checkpoint, name.slot), retired_key(name.checkpoint, name.slot)):
+        try:
+            store.head(key)
+        except NotFoundError:
+            continue
+        return None
+    return name
+
+
+def missing_record(name: SlotName, *, lost: SlotName | None = None) -> IntegrityError:
+    """The error for a record that is not there; `lost` as of `lost_record`."""
+    key = decision_key(name.checkpoint, name.slot)
+    next_step = f"restore {key} from a copy of the store"
+    if name != lost:
+        what = f"the decision of {name.checkpoint}.{name.slot} is missing, although it or a later one is listed"
+        return IntegrityError(what, key=key, next_step=next_step)
+    return IntegrityError(
+        f"the record of {name.checkpoint}.{name.slot} was lost: {LATEST_KEY} says that it was committed",
+        key=key,
+        next_step=f"{next_step}; if it was deleted on purpose, delete {LATEST_KEY} too",
+    )
+
+
+def left_behind(store: Store) -> int:
+    """How many attempts have data here; asked where nothing is committed."""
+    return len({attempt for info in store.list(DATA_PREFIX) if (attempt := parse_attempt(info.key))})
+
+
+def nothing_committed(store: Store) -> CheckpointNotFound:
+    """The error for a store, or a place, that holds no checkpoint: says what is there instead."""
+    is_store, attempts = read_store_format(store) is not None, left_behind(store)
+    if attempts:
+        data = "data of 1 attempt" if attempts == 1 else f"data of {attempts} attempts"
+        return CheckpointNotFound(
+            f"no committed checkpoint in {store.url}: there is {data}, and no record says that any was ever committed"
+            + ("" if is_store else f"; {STORE_KEY} is not there either"),
+            key=store.url,
+            next_step="a first save that was killed leaves this: start again. If there were checkpoints, do not: "
+            f"restore {COMMITS_PREFIX} and {STORE_KEY} from a copy of the store",
+        )
+    if is_store:
+        return CheckpointNotFound(f"no committed checkpoint in {store.url}", key=store.url)
+    return CheckpointNotFound(
+        f"no store at {store.url}: nothing was ever saved there",
+        key=store.url,
+        next_step="check the URL, or save the first checkpoint",
+    )
+
+
+def by_step(checkpoint: str) -> tuple[int, str]:
+    """What names of checkpoints are sorted by: the step, those without one first; then the name."""
+    step = step_of(checkpoint)
+    return (-1 if step is None else step, checkpoint)
+
+
+def _read_or_note(store: Store, name: SlotName, listing: Records, damaged: Damaged | None) -> Decision | None:
+    try:
+        return _must_read(store, name, listing)
     except (FormatError, IntegrityError) as error:
         if damaged is None or isinstance(error, UnknownVersion):
             raise
@@ -185,22 +313,20 @@ def _read_or_note(store: Store, name: SlotName, damaged: Damaged | None) -> Deci
         return None
 
 
-def _must_read(store: Store, checkpoint: str, slot: int) -> Decision:
-    decision = read_decision(store, checkpoint, slot)
+def _must_read(store: Store, name: SlotName, listing: Records) -> Decision:
+    decision = read_decision(store, name.checkpoint, name.slot)
     if decision is None:
-        raise IntegrityError(
-            f"the decision of {checkpoint}.{slot} is missing, although it or a later one is listed",
-            key=decision_key(checkpoint, slot),
-        )
+        raise missing_record(name, lost=listing.lost)
     return decision
 
 
-def _standing(store: Store, checkpoint: str, slots: set[int], retired: set[SlotName]) -> Decision | None:
+def _standing(store: Store, checkpoint: str, listing: Records) -> Decision | None:
     # A slot that the listing lacks is read all the same: it was filled meanwhile, or its decision was deleted.
-    for slot in range(max(slots), -1, -1):
-        if SlotName(checkpoint, slot) in retired:
+    for slot in range(listing.highest[checkpoint], -1, -1):
+        name = SlotName(checkpoint, slot)
+        if name in listing.retired:
             continue
-        decision = _must_read(store, checkpoint, slot)
+        decision = _must_read(store, name, listing)
         if decision.kind == "commit":
             return decision
     return None

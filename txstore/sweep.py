@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from txstore.catalog import Entry, newest
+from txstore.catalog import Entry, lost_record, missing_record, newest
 from txstore.decisions import is_retired, read_decision, read_store_format, walk_slots
 from txstore.errors import (
     AlreadyExistsError,
@@ -113,6 +113,8 @@ def sweep(
             key=STORE_KEY,
             next_step="copy all of the store, txstore.json last, and sweep then",
         )
+    if (lost := lost_record(store)) is not None:
+        raise missing_record(lost, lost=lost)  # its data would be aborted as undecided, and go
     removed: list[Orphan] = []
     for (checkpoint, txn), objects in found.items():
         why = _why_orphan(store, checkpoint, txn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -301,8 +302,9 @@ def test_ls_lists_the_rest_beside_a_damaged_record(cli, store: Store, root: Path
     assert [(one["kind"], one["key"]) for one in answer.json["problems"]] == [
         ("format", "commits/step-2.0.json"),
         ("format", "commits/step-2.1.json"),
+        ("missing", "commits/step-3.0.json"),
     ]
-    assert all("overwrite=True" in one["next_step"] for one in answer.json["problems"])
+    assert all("overwrite=True" in one["next_step"] for one in answer.json["problems"][:2])
 
 
 def test_ls_says_of_a_commit_below_a_damaged_record_that_it_does_not_know(cli, store, root: Path, url: str) -> None:
@@ -331,6 +333,40 @@ def test_ls_says_what_a_missing_record_stops(cli, store: Store, root: Path, url:
     for refused in (lambda: find(store, "step-1"), lambda: commit_sample(store, "step-1", overwrite=True)):
         with pytest.raises(IntegrityError):
             refused()
+
+
+def test_a_lost_record_is_told_by_every_command(cli, store: Store, root: Path, url: str) -> None:
+    for step in (1, 2):
+        commit_sample(store, f"step-{step}")
+    (root / "commits/step-2.0.json").unlink()
+    for command in (["ls"], ["latest"], ["show"], ["verify"], ["show", "step-2"], ["verify", "step-2"]):
+        answer = cli(command[0], url, *command[1:])
+        told = answer.err + answer.out
+        assert answer.code == DAMAGED, command
+        assert "the record of step-2.0 was lost: latest.json says that it was committed" in told
+        assert "next: restore commits/step-2.0.json from a copy of the store; if it was deleted on purpose, " in told
+    answer = cli("verify", url, "--all", "--json")
+    assert (answer.code, answer.names) == (DAMAGED, ["step-1"])
+    assert [(one["kind"], one["key"]) for one in answer.json["problems"]] == [("missing", "commits/step-2.0.json")]
+    assert cli("ls", url, "--json").names == ["step-1"]
+    assert cli("verify", url, "step-1").code == OK
+    (root / "latest.json").unlink()
+    assert cli("latest", url).out == "step-1\n"
+
+
+def test_records_that_are_all_gone_are_no_empty_store(cli, store: Store, root: Path, url: str) -> None:
+    commit_sample(store, "step-1")
+    shutil.rmtree(root / "commits")
+    assert [cli(command, url).code for command in ("ls", "latest", "verify")] == [DAMAGED] * 3
+    (root / "txstore.json").unlink()
+    answer = cli("ls", url)
+    assert answer.code == DAMAGED
+    assert "txstore.json is gone, and so is the record of step-1.0" in answer.err
+    (root / "latest.json").unlink()
+    answer = cli("ls", url)
+    assert answer.code == NOT_FOUND
+    assert "data of 1 attempt, and no record says that any was ever committed" in answer.err
+    assert "restore commits/ and txstore.json" in answer.err
 
 
 def test_a_decision_that_flips_into_another_txn_is_found_by_its_manifest(cli, store, root: Path, url) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.copying import assert_same_store, copy, fill
 from tests.servers.fixtures import Place
 from txstore import catalog, open_store, transaction
-from txstore.errors import Aborted, CheckpointNotFound, Conflict
+from txstore.errors import Aborted, CheckpointNotFound, Conflict, IntegrityError
 from txstore.manifest import Decision
 from txstore.probe import probe, prove
 from txstore.retry import RetryingStore
@@ -45,6 +45,14 @@ def test_a_checkpoint_is_saved_found_and_read(store):
     decision = saves.save(store, "step-7", values)
     assert catalog.newest(store) == decision
     assert saves.load(store, decision) == values
+
+
+def test_a_record_that_was_lost_is_noticed(store):
+    saves.save(store, "step-1", [b"one"])
+    saves.save(store, "step-2", [b"two"])
+    store.delete("commits/step-2.0.json")
+    with pytest.raises(IntegrityError, match=r"the record of step-2\.0 was lost"):
+        catalog.newest(store)
 
 
 def test_a_sweep_takes_what_is_dead_and_nothing_else(store):

@@ -18,7 +18,7 @@ import pytest
 
 from txstore import catalog, decisions, manifest, retry, slot_walk, store, sweep, transaction
 from txstore.errors import AlreadyExistsError, CommitUnknown, StoreError
-from txstore.keys import decision_key, manifest_key
+from txstore.keys import LATEST_KEY, SlotName, decision_key, manifest_key
 from txstore.testing import invariants, model, protocol
 from txstore.testing.explorer import Explored, explore
 from txstore.testing.invariants import check_content, check_outcome, check_rest, frozen, watch
@@ -47,6 +47,8 @@ def faulty(_actor: str, request: Request) -> tuple[str, ...]:
         return ("late", "down")
     if request.verb == "read" and request.key.startswith("commits/"):
         return ("down",)
+    if request.verb == "put" and request.key == LATEST_KEY:
+        return ("late",)
     return ("late",) if request.verb == "delete" else ()
 
 
@@ -55,14 +57,17 @@ def hidden(_actor: str, request: Request) -> bool:
 
     Before the decision only a sweep can see them, and it treats them as it treats the shard, whose put stays an event
     of its own, faults included; so does that of `begin.json`, which a sweep reads. Where the documents' puts can fail
-    (`only_the_hint`) this abstraction is off; nothing ever reads the hint.
+    (`only_the_hint`) this abstraction is off. The hint shows nothing in most worlds; where it does (`hinted`), it is seen.
     """
-    documents = request.verb == "put" and request.key.endswith(("index.msgpack", "manifest.json"))
-    return documents or only_the_hint(_actor, request)
+    return only_documents(_actor, request) or only_the_hint(_actor, request)
+
+
+def only_documents(_actor: str, request: Request) -> bool:
+    return request.verb == "put" and request.key.endswith(("index.msgpack", "manifest.json"))
 
 
 def only_the_hint(_actor: str, request: Request) -> bool:
-    return request.key == "latest.json"
+    return request.key == LATEST_KEY
 
 
 def hurried(actor: str, request: Request) -> bool:
@@ -73,9 +78,10 @@ def hurried(actor: str, request: Request) -> bool:
 
 
 def world(*actors: Actor, content: dict[str, bytes] | None = None, **faults: int) -> World:
+    content = standing() if content is None else content
     return World(
         actors=actors,
-        content=standing() if content is None else content,
+        content={key: data for key, data in content.items() if key != LATEST_KEY},
         faults=faults,
         faulty=faulty,
         frozen=frozen,
@@ -86,6 +92,12 @@ def world(*actors: Actor, content: dict[str, bytes] | None = None, **faults: int
         watch=watch,
         apply=invariants.apply,
     )
+
+
+def hinted(*actors: Actor, content: dict[str, bytes], **faults: int) -> World:
+    """A world with a hint, which readers, retention and sweeps ask whether a record was lost."""
+    whole = world(*actors, **faults)
+    return replace(whole, content=content, hidden=only_documents, apply=invariants.apply_with_hint)
 
 
 def newer(*names: str) -> dict[str, bytes]:
@@ -117,6 +129,10 @@ WORLDS: dict[str, Callable[[], World]] = {
     "reader of overwriting": lambda: world(B, reader(READER_OF_NEWEST), late=1, content=standing("X")),
     "reader of retention": lambda: world(B, retention("T"), reader(READER), content=newer("X")),
     "reader of removal": lambda: world(retention("T"), sweeper("S"), reader(READER), content=newer("X", "Y")),
+    # Nobody takes a record for lost, whenever the hint is moved and read; no late hint is one that runs ahead.
+    "hint": lambda: hinted(B, reader(READER_OF_NEWEST), late=1, content=standing("X")),
+    "hint of retention": lambda: hinted(B, retention("T"), reader(READER), content=newer("X")),
+    "hint of a sweep": lambda: hinted(B, sweeper("S"), reader(READER_OF_NEWEST), content=standing("X")),
     # The documents' puts fail or are delayed, and the caller calls commit once more.
     "commit again": lambda: replace(
         world(writer("A", again=True), reader(READER), late=2, down=1), hidden=only_the_hint
@@ -191,6 +207,7 @@ real_claim = slot_walk.claim
 real_commit = Transaction.commit
 real_delete_attempt = sweep._delete_attempt
 real_is_settled = slot_walk._is_settled
+real_list_records = catalog.list_records
 real_must_stop = Transaction._must_stop
 real_why_orphan = sweep._why_orphan
 
@@ -339,6 +356,26 @@ def commit_before_the_manifest(self: Transaction, *args: object, **options: obje
     return decision
 
 
+def hint_before_decision(
+    target: store.Store,
+    build: Callable[[int], Decision],
+    must_stop: Callable[[Decision], None],
+    damaged: Collection[int] = (),
+) -> Decision:
+    slot = len(list(decisions.walk_slots(target, build(0).checkpoint)))
+    transaction._point_at(target, build(slot))
+    return real_claim(target, build, must_stop, damaged)
+
+
+def hint_after_the_listing(target: store.Store, checkpoint: str | None = None) -> catalog.Records:
+    with patch(catalog, "lost_record", lambda _: None):
+        records = real_list_records(target, checkpoint)
+    hint = manifest.decode_pointer(target.read(LATEST_KEY), LATEST_KEY)
+    if records.highest.get(hint.checkpoint, -1) >= hint.slot:
+        return records
+    raise catalog.missing_record(SlotName(hint.checkpoint, hint.slot))
+
+
 def find_lowest(target: store.Store, checkpoint: str) -> Decision:
     for found in decisions.walk_slots(target, checkpoint):
         if found.kind == "commit" and not decisions.is_retired(target, found):
@@ -440,6 +477,12 @@ RULES: dict[str, Mutation] = {
     ),
     "the documents come before the decision": Mutation(
         lambda: patch(Transaction, "commit", commit_before_the_manifest), "commit again", "dangles"
+    ),
+    "the hint comes after the decision": Mutation(
+        lambda: patch(transaction, "claim", hint_before_decision), "hint", "IntegrityError"
+    ),
+    "the hint is read before the decisions": Mutation(
+        lambda: patch(catalog, "list_records", hint_after_the_listing), "hint", "IntegrityError"
     ),
     "readers take the highest slot": Mutation(
         lambda: patch(protocol, "find", find_lowest), "reader of removal", "stood when it began"

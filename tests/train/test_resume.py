@@ -14,12 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from faults import Fault, FaultyStore, Raise
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from workers import Pool, Pools, Rank
 
 from tests.train.runs import Run
 from txstore.catalog import entries, find, newest
 from txstore.compat.matrix import parse_matrix
-from txstore.dcp import StorageWriter
+from txstore.dcp import StorageReader, StorageWriter
 from txstore.decisions import read_manifest
 from txstore.errors import (
     AccessDeniedError,
@@ -48,6 +49,7 @@ from txstore.train.resume import ResumeOptions
 from txstore.train.rng import capture_streams, restore_streams
 from txstore.train.state import TrainState
 from txstore.train.stateful import shared
+from txstore.transaction import begin
 
 ONCE = RetryPolicy(attempts=1)
 PREVIOUS = ResumeOptions(fallback="previous")
@@ -130,12 +132,7 @@ def damage(url: str, kind: str, how: str, checkpoint: str = "step-6", part: str 
     return path.name
 
 
-DAMAGE = [
-    (kind, how)
-    for kind in PARTS
-    for how in ("truncated", "flipped", "missing")
-    if (kind, how) != ("decision", "missing")
-]
+DAMAGE = [(kind, how) for kind in PARTS for how in ("truncated", "flipped", "missing")]
 
 
 @pytest.mark.parametrize(("kind", "how"), DAMAGE)
@@ -147,7 +144,7 @@ def test_damage_is_a_typed_error_that_names_the_object_and_nothing_else_happens(
     run = Run(seed=8)
     before = everything(run)
     store = FaultyStore(store_url)
-    with pytest.raises(FormatError if kind == "decision" else IntegrityError) as raised:
+    with pytest.raises(FormatError if kind == "decision" and how != "missing" else IntegrityError) as raised:
         resumed(store, run=run)
     assert name in raised.value.key or name in str(raised.value)
     assert "fallback='previous' takes the one before, step-4" in raised.value.next_step
@@ -190,10 +187,42 @@ def test_a_checkpoint_of_a_release_to_come_is_not_damaged_and_not_passed_over(st
         saves.save()
 
 
-def test_a_decision_that_is_gone_was_never_made(store_url: str) -> None:
+@pytest.mark.parametrize("gone", ["commits", "commits and txstore.json"])
+def test_records_that_are_gone_are_no_fresh_start(gone: str, store_url: str) -> None:
+    trained(store_url)
+    root = Path(store_url.removeprefix("file://"))
+    shutil.rmtree(root / "commits")
+    if "and" in gone:
+        (root / "txstore.json").unlink()
+    for options in (None, PREVIOUS):
+        with pytest.raises(IntegrityError) as raised:
+            resumed(store_url, options)
+    assert raised.value.next_step
+    with Checkpointer(store_url, Run().state) as saves, pytest.raises(IntegrityError):
+        saves.save()  # nor does a run that forgot to resume write over what is left
+    with pytest.raises(CheckpointException, match="IntegrityError"):
+        dcp.load({}, storage_reader=StorageReader(store_url), no_dist=True)
+    (root / "latest.json").unlink()  # as the error says, if it was meant
+    assert resumed(store_url).fresh
+
+
+def test_a_run_that_fell_back_past_a_lost_record_saves_the_step_again(store_url: str) -> None:
     trained(store_url)
     damage(store_url, "decision", "missing")
-    assert resumed(store_url).checkpoint == "step-4"
+    run = Run(seed=8)
+    with Checkpointer(store_url, run.state) as saves:
+        assert saves.resume(PREVIOUS).checkpoint == "step-4"
+        for _ in range(2):
+            run.step()
+        saves.save()
+    assert resumed(store_url).checkpoint == "step-6"
+
+
+def test_a_first_save_that_was_killed_is_a_fresh_start_and_told(store_url: str, caplog: Any) -> None:
+    with open_store(store_url) as store:
+        begin(store, "step-2", world_size=1)
+    assert resumed(store_url).fresh
+    assert "data of 1 attempt, and no record says that any was ever committed" in caplog.text
 
 
 @pytest.mark.parametrize("depth", ["sample", "full"])

@@ -2,8 +2,9 @@
 
 import pytest
 
-from txstore import catalog
+from txstore import catalog, open_store
 from txstore.errors import (
+    AccessDeniedError,
     AlreadyCommitted,
     CheckpointNotFound,
     CheckpointRetired,
@@ -12,9 +13,10 @@ from txstore.errors import (
     IntegrityError,
     TransientError,
 )
-from txstore.keys import decision_key, retired_key
+from txstore.keys import SlotName, decision_key, retired_key
 from txstore.manifest import Decision, FileRef, Tombstone, Totals, encode, seal
 from txstore.memory import MemoryStore
+from txstore.ops.verify import verify_store
 from txstore.root import ensure_store
 from txstore.slot_walk import resolve
 from txstore.store import BytesSource
@@ -258,12 +260,138 @@ def test_nothing_is_retired_or_swept_on_the_word_of_a_store_with_a_gap(store, ga
     retire(store, gap)  # named and verified: a gap below it changes nothing
 
 
-def test_a_highest_decision_that_was_deleted_cannot_be_noticed(store):
-    """Documented loss: the last record of a checkpoint leaves no trace but its data, and its slot is claimed again."""
+# A record that was lost, and that only the hint shows
+
+
+@pytest.fixture(params=["memory", "posix"])
+def place(request, tmp_path):
+    """An empty place."""
+    return MemoryStore() if request.param == "memory" else open_store(str(tmp_path))
+
+
+def test_a_newest_record_that_was_lost_is_noticed(place):
+    save(place, "step-1", [b"one"])
+    save(place, "step-2", [b"two"])
+    place.delete(decision_key("step-2", 0))
+    assert catalog.lost_record(place) == SlotName("step-2", 0)
+    for ask in (catalog.newest, catalog.entries, lambda store: catalog.find(store, "step-2"), sweep):
+        with pytest.raises(IntegrityError, match=r"the record of step-2\.0 was lost") as caught:
+            ask(place)
+        assert caught.value.key == "commits/step-2.0.json"
+        assert "delete latest.json too" in caught.value.next_step
+    damaged = {}
+    assert [entry.decision.checkpoint for entry in catalog.entries(place, damaged=damaged)] == ["step-1"]
+    assert list(damaged) == [SlotName("step-2", 0)]
+    (problem,) = verify_store(place).problems
+    assert (problem.kind, problem.key) == ("missing", "commits/step-2.0.json")
+    assert [load(place, find(place)) for find in (one_before, by_name)] == [[b"one"]] * 2
+    place.delete("latest.json")  # the next step, if it was meant
+    assert catalog.newest(place).checkpoint == "step-1"
+
+
+def one_before(store):
+    return catalog.newest(store, passed_over={"step-2"})
+
+
+def by_name(store):
+    return catalog.find(store, "step-1")
+
+
+def test_all_records_lost_is_no_empty_store(place):
+    save(place, "step-1", [b"one"])
+    save(place, "step-2", [b"two"])
+    for step in (1, 2):
+        place.delete(decision_key(f"step-{step}", 0))
+    assert verify_store(place).state == "damaged"
+    for ask in (catalog.newest, catalog.entries):
+        with pytest.raises(IntegrityError, match=r"the record of step-2\.0 was lost"):
+            ask(place)
+    place.delete("txstore.json")
+    for ask in (catalog.newest, catalog.entries):
+        with pytest.raises(IntegrityError, match=r"txstore\.json is gone, and so is the record of step-2\.0"):
+            ask(place)
+    with pytest.raises(IntegrityError):
+        sweep(place, grace_s=0, force=True, dry_run=False)
+
+
+def test_the_record_of_a_later_slot_that_was_lost_is_not_replaced_by_the_slot_before(store):
     save(store, "step-1", [b"one"])
+    save(store, "step-1", [b"two"], overwrite=True)
+    store.delete(decision_key("step-1", 1))
+    for ask in (catalog.newest, lambda store: catalog.find(store, "step-1")):
+        with pytest.raises(IntegrityError, match=r"the record of step-1\.1 was lost"):
+            ask(store)
+
+
+def test_a_lost_record_that_no_reader_would_take_hides_nothing(store):
+    """The hint may name an older step, and an older slot: it is told, and what readers take is not in question."""
+    newer, older = save(store, "step-9", [b"new"]), save(store, "step-1", [b"old"])
     store.delete(decision_key("step-1", 0))
-    with pytest.raises(CheckpointNotFound):
-        catalog.find(store, "step-1")
-    again = save(store, "step-1", [b"two"])
-    assert again.slot == 0
-    assert load(store, catalog.newest(store)) == [b"two"]
+    assert catalog.newest(store) == newer == catalog.find(store, "step-9")
+    with pytest.raises(IntegrityError, match=r"step-1\.0 was lost"):
+        catalog.entries(store)
+    again = save(store, "step-1", [b"again"])
+    assert (again.slot, older.slot) == (0, 0)
+    assert catalog.lost_record(store) is None
+
+
+def test_a_hint_that_lags_behind_shows_nothing(store):
+    save(store, "step-1", [b"one"])
+    hint = store.read("latest.json")
+    save(store, "step-2", [b"two"])
+    store.put("latest.json", BytesSource(hint))
+    assert catalog.newest(store).checkpoint == "step-2"
+    retire(store, catalog.find(store, "step-1"))
+    store.delete(decision_key("step-1", 0))  # as in a copy without what was retired
+    assert catalog.lost_record(store) is None
+
+
+@pytest.mark.parametrize("hint", [b"", b"{", b'{"version":2}', b"\xff" * 9000, None])
+def test_a_hint_that_cannot_be_read_is_no_error(store, hint, caplog):
+    save(store, "step-1", [b"one"])
+    if hint is None:
+        store = Refusing(store)
+    else:
+        store.put("latest.json", BytesSource(hint))
+    assert catalog.newest(store).checkpoint == catalog.find(store, "step-1").checkpoint == "step-1"
+    assert "whether a record was lost cannot be seen" in caplog.text
+    assert listed(store) == [("step-1", 0, "committed")]
+
+
+class Refusing(MemoryStore):
+    """Nobody may read the hint."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self._objects = inner._objects
+
+    def read(self, key, start=0, size=None):
+        if key == "latest.json":
+            raise AccessDeniedError("no", key=key)
+        return super().read(key, start, size)
+
+
+def test_a_writer_that_commits_meanwhile_loses_no_record(store):
+    """The hint is read before the records: a commit that lands in between is in the listing."""
+    save(store, "step-1", [b"one"])
+
+    class Meanwhile(MemoryStore):
+        def list(self, prefix, start_after=""):
+            if prefix == "commits/" and not saved:
+                saved.append(save(store, "step-2", [b"two"]))
+            return super().list(prefix, start_after)
+
+    saved = []
+    reader = Meanwhile()
+    reader._objects = store._objects
+    assert catalog.newest(reader) == saved[0]
+
+
+def test_data_without_any_record_is_told(store):
+    begin(store, "step-1", world_size=1)
+    with pytest.raises(CheckpointNotFound, match="data of 1 attempt, and no record says that any was ever committed"):
+        catalog.newest(store)
+    begin(store, "step-2", world_size=1)
+    store.delete("txstore.json")
+    with pytest.raises(CheckpointNotFound, match=r"data of 2 attempts, .*; txstore\.json is not there either"):
+        catalog.newest(store)

@@ -134,7 +134,7 @@ def verify(
         raise typer.BadParameter("a CHECKPOINT and --all exclude each other")
     run(
         url,
-        lambda store: verifying.verify(store, url, name, everything=everything, depth=depth, seed=seed, blocks=blocks),
+        lambda store: verifying.verify(store, name, everything=everything, depth=depth, seed=seed, blocks=blocks),
         as_json=as_json,
     )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from txstore.catalog import Damaged, Entry, State, by_step, entries, newest
+from txstore.catalog import Damaged, Entry, State, by_step, entries, newest, nothing_committed
 from txstore.cli.outcome import DAMAGED, OK, Outcome, failure
 from txstore.cli.render import Table, size_text
 from txstore.decisions import read_store_format
-from txstore.errors import CheckpointNotFound, IntegrityError, TxStoreError
+from txstore.errors import IntegrityError
 from txstore.keys import SlotName, decision_key
 from txstore.manifest import Decision
 from txstore.redact import redact
@@ -42,46 +42,48 @@ def ls(store: Store, url: str, *, everything: bool) -> Outcome:
     shown = [entry for entry in found if everything or entry.state in {"committed", "unknown"}]
     document: dict[str, object] = {"checkpoints": [entry_document(entry.decision, entry.state) for entry in shown]}
     if damaged:
-        problems = [_problem(found, name, damaged[name]) for name in sorted(damaged, key=_place)]
+        problems = [_problem(found, damaged, name) for name in sorted(damaged, key=_place)]
         notes = [note for one in problems for note in (f"{one['what']} [{one['key']}]", f"next: {one['next_step']}")]
         text = (_table(shown, everything=everything),) if shown else ()
         return Outcome(DAMAGED, {**document, "problems": problems}, text, notes=tuple(notes))
-    if not found and not read_store_format(store):
-        error = CheckpointNotFound(
-            f"no store at {redact(url)}: nothing was ever saved there",
-            key=redact(url),
-            next_step="check the URL, or save the first checkpoint",
-        )
-        absent = failure(error, url)
+    if not found:
+        absent = failure(nothing_committed(store), url)
+        if read_store_format(store):
+            return Outcome(OK, document, notes=absent.notes)
         return Outcome(absent.code, {**document, **absent.document}, notes=absent.notes)
     if not shown:
-        hint = f"; --all shows {len(found)} other decisions" if found else ""
-        return Outcome(OK, document, notes=(f"no committed checkpoint in {redact(url)}{hint}",))
+        note = f"no committed checkpoint in {redact(url)}; --all shows {len(found)} other decisions"
+        return Outcome(OK, document, notes=(note,))
     return Outcome(OK, document, (_table(shown, everything=everything),))
+
+
+def _is_above(entry: Entry, name: SlotName) -> bool:
+    return entry.decision.checkpoint == name.checkpoint and entry.decision.slot > name.slot
 
 
 def _place(name: SlotName) -> tuple[int, str, int]:
     return (*by_step(name.checkpoint), name.slot)
 
 
-def _problem(found: list[Entry], name: SlotName, error: TxStoreError) -> dict[str, str]:
+def _problem(found: list[Entry], damaged: Damaged, name: SlotName) -> dict[str, str]:
     """A record that cannot be read, as ``verify --all --json`` tells it; and whether anything depends on it."""
-    stands = any(
-        entry.decision.checkpoint == name.checkpoint and entry.decision.slot > name.slot and entry.state == "committed"
-        for entry in found
-    )
+    error = damaged[name]
+    later = [entry for entry in found if _is_above(entry, name)]
+    stands = any(entry.state == "committed" for entry in later)
     kind = "missing" if isinstance(error, IntegrityError) else "format"
     restore = "restore the record from a copy of the store"
-    if kind == "missing":  # the slot walk stops there: to pass a free slot could hide a commit
-        next_step = f"{restore}: until then {name.checkpoint} is loaded neither by name nor saved again"
-        if stands:
-            next_step += "; a load of the newest takes its later slot"
-    else:
+    if kind == "format":
         next_step = (
             f"a later slot of {name.checkpoint} stands, and readers take that one; what this record named is kept"
             if stands
             else f"{restore}, or save {name.checkpoint} again with overwrite=True"
         )
+    elif later:  # the slot walk stops there: to pass a free slot could hide a commit
+        next_step = f"{restore}: until then {name.checkpoint} is loaded neither by name nor saved again"
+        if stands:
+            next_step += "; a load of the newest takes its later slot"
+    else:
+        next_step = error.next_step
     key = decision_key(name.checkpoint, name.slot)
     return {"kind": kind, "key": key, "what": error.message, "next_step": next_step}
 

@@ -6,18 +6,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from txstore.catalog import find, newest
+from txstore.catalog import find, newest, nothing_committed
 from txstore.cli.outcome import DAMAGED, NOT_FOUND, OK, STORE, Outcome
 from txstore.cli.render import Table, count_text, size_text
-from txstore.errors import CheckpointNotFound
 from txstore.ops.report import Depth, Problem, Report, Step, StoreReport
 from txstore.ops.verify import Observer, verify_store
-from txstore.redact import printable, redact
+from txstore.redact import printable
 from txstore.store import Store
 
 
 def verify(
-    store: Store, url: str, checkpoint: str | None, *, everything: bool, depth: Depth, seed: int | None, blocks: int
+    store: Store, checkpoint: str | None, *, everything: bool, depth: Depth, seed: int | None, blocks: int
 ) -> Outcome:
     """Verify one name, the newest, or all commits that are not retired."""
     name = checkpoint
@@ -28,7 +27,7 @@ def verify(
     if not report.reports and not report.problems:
         if name is not None:
             find(store, name)  # raises: not found, or retired
-        raise CheckpointNotFound(f"no committed checkpoint in {redact(url)}")
+        raise nothing_committed(store)
     return Outcome(_code(report, one=not everything), _document(report, depth, blocks), tuple(_text(report)))
 
 

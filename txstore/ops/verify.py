@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from txstore.catalog import by_step
+from txstore.catalog import by_step, list_records, missing_record
 from txstore.checksum import sha256_hex
 from txstore.decisions import is_retired, read_decision, read_store_format
 from txstore.errors import (
@@ -31,15 +30,9 @@ from txstore.errors import (
 )
 from txstore.index import Index, decode_index
 from txstore.keys import (
-    COMMITS_PREFIX,
-    RETIRED_PREFIX,
     STORE_KEY,
     SlotName,
     decision_key,
-    decision_prefix,
-    parse_decision_key,
-    parse_retired_key,
-    retired_key,
 )
 from txstore.manifest import Decision, FileRef, Manifest, ShardRef, decode_manifest
 from txstore.ops.report import SAMPLE_BLOCKS, Depth, Kind, Problem, Report, Step, StoreReport, verdict
@@ -150,25 +143,14 @@ def verify_store(
 
 def _commits(store: Store, checkpoint: str | None) -> tuple[list[Problem], list[Decision]]:
     """Every readable commit that is not retired, and what is wrong with the records."""
-    slots: defaultdict[str, set[int]] = defaultdict(set)
-    for info in store.list(COMMITS_PREFIX if checkpoint is None else decision_prefix(checkpoint)):
-        found = parse_decision_key(info.key)
-        if found and checkpoint in {None, found.checkpoint}:
-            slots[found.checkpoint].add(found.slot)
-    problems = _format_problems(store, has_decisions=bool(slots))
-    # After the decisions: a tombstone set meanwhile is seen.
-    prefix = RETIRED_PREFIX if checkpoint is None else retired_key(checkpoint, 0)[:-1]
-    retired = {taken for info in store.list(prefix) if (taken := parse_retired_key(info.key))}
-    names = [
-        SlotName(name, slot)
-        for name in sorted(slots, key=by_step)
-        # Slots are contiguous and records are never deleted: one that the listing lacks is missing.
-        for slot in range(max(slots[name]) + 1)
-    ]
+    records = list_records(store, checkpoint)
+    problems = _format_problems(store, has_decisions=bool(records.highest))
+    names = sorted(records.names(), key=lambda name: (*by_step(name.checkpoint), name.slot))
     commits: list[Decision] = []
-    for slot_name, (decision, wrong) in zip(names, side_by_side(partial(_decision, store), names), strict=True):
+    found = side_by_side(partial(_decision, store, records.lost), names)
+    for slot_name, (decision, wrong) in zip(names, found, strict=True):
         problems += wrong
-        if decision and decision.kind == "commit" and slot_name not in retired:
+        if decision and decision.kind == "commit" and slot_name not in records.retired:
             commits.append(decision)
     return problems, commits
 
@@ -182,14 +164,15 @@ def _format_problems(store: Store, *, has_decisions: bool) -> list[Problem]:
     return [problem("missing", STORE_KEY, "the store has decisions but no format document")]
 
 
-def _decision(store: Store, name: SlotName) -> tuple[Decision | None, list[Problem]]:
+def _decision(store: Store, lost: SlotName | None, name: SlotName) -> tuple[Decision | None, list[Problem]]:
     key = decision_key(name.checkpoint, name.slot)
     try:
         decision = read_decision(store, name.checkpoint, name.slot)
     except TxStoreError as error:
         return None, [_problem_of(store, error, key)]
     if decision is None:
-        return None, [problem("missing", key, "the decision record is missing, although it or a later one is listed")]
+        gone = missing_record(name, lost=lost)
+        return None, [Problem("missing", key, gone.message, gone.next_step)]
     return decision, []
 
 
@@ -286,7 +269,7 @@ class _Run:
 
     def _record(self) -> None:
         """The decision once more: the caller's copy may be older than the damage."""
-        found, problems = _decision(self.store, SlotName(self.decision.checkpoint, self.decision.slot))
+        found, problems = _decision(self.store, None, SlotName(self.decision.checkpoint, self.decision.slot))
         self.problems += problems
         if found is not None and found != self.decision:
             key = decision_key(self.decision.checkpoint, self.decision.slot)

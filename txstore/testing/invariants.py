@@ -13,12 +13,14 @@ from typing import Any
 from txstore import slot_walk
 from txstore.checksum import crc32c
 from txstore.errors import (
+    NotFoundError,
     TxStoreError,
 )
 from txstore.index import decode_index
 from txstore.keys import (
     COMMITS_PREFIX,
     DATA_PREFIX,
+    LATEST_KEY,
     RETIRED_PREFIX,
     STORE_KEY,
     begin_key,
@@ -48,10 +50,10 @@ def frozen(key: str) -> bool:
 def apply(content: Content, request: Request) -> tuple[Reply, Content]:
     """`model.apply`; with ``begin.json`` the commits decided so far are noted; the hint is forgotten.
 
-    Nothing in the protocol reads ``latest.json``, so its content would only multiply the states.
+    Without it ``latest.json`` shows nothing, and its content would only multiply the states: see `apply_with_hint`.
     """
-    if request.key == "latest.json":
-        return Reply(None), content
+    if request.key == LATEST_KEY:
+        return Reply(NotFoundError if request.verb == "read" else None), content
     reply, after = model.apply(content, request)
     if after is not content:
         for key in content:
@@ -62,6 +64,11 @@ def apply(content: Content, request: Request) -> tuple[Reply, Content]:
         seen = ((RETIRED if is_retired(content, found) else "") + found.txn for found in _commits(content))
         after = {**after, GHOST + attempt[1]: " ".join(seen).encode()}
     return reply, after
+
+
+def apply_with_hint(content: Content, request: Request) -> tuple[Reply, Content]:
+    """As `apply`, and the hint is kept: for worlds in which a reader asks it whether a record was lost."""
+    return (model.apply if request.key == LATEST_KEY else apply)(content, request)
 
 
 @lru_cache(maxsize=65536)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection
 
-from txstore.catalog import find, newest
+from txstore.catalog import find, left_behind, newest
 from txstore.decisions import read_manifest
 from txstore.errors import CheckpointNotFound, CheckpointRetired, FormatError, IntegrityError, LoadError, UnknownVersion
 from txstore.keys import SlotName, parse_decision_key
@@ -14,21 +15,25 @@ from txstore.ops.report import Depth, Report
 from txstore.ops.verify import verify
 from txstore.store import Store
 
+log = logging.getLogger(__name__)
+
 
 def choose(store: Store, checkpoint: str | None, damaged: Collection[SlotName] = ()) -> Decision | None:
     """The commit to resume: the named one, else the newest that is not `damaged`; None if nothing is committed yet.
 
     Raises:
         CheckpointNotFound: The named one does not exist.
-        IntegrityError: All that is committed is damaged.
+        IntegrityError: All that is committed is damaged, or its record was lost (`txstore.catalog.lost_record`).
         TxStoreError: The store could not be read. That is never "no checkpoint yet" (failure case B6).
     """
     if checkpoint is not None:
         return find(store, checkpoint)
     try:
         return newest(store, passed_over={one.checkpoint for one in damaged})
-    except CheckpointNotFound:
+    except CheckpointNotFound as error:
         if not damaged:
+            if left_behind(store):  # as after a first save that was killed: right, and yet not to be silent about
+                log.warning("a fresh start, nothing is resumed: %s", error)
             return None
         raise IntegrityError(
             f"all {len(damaged)} committed checkpoints are damaged",
