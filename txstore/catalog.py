@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from txstore.decisions import is_retired, read_decision, read_store_format, walk_slots
+from txstore.decisions import REMAKE, is_retired, read_decision, read_store_format, walk_slots
 from txstore.errors import (
     CheckpointNotFound,
     CheckpointRetired,
@@ -207,7 +207,7 @@ class Records:
         raise IntegrityError(
             "the store has decisions but no format document",
             key=STORE_KEY,
-            next_step="copy txstore.json too: a partial copy is not a store",
+            next_step=f"copy txstore.json too: a partial copy is not a store. If there is none to copy, {REMAKE}",
         )
 
 

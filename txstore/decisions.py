@@ -21,6 +21,12 @@ from txstore.manifest import (
 )
 from txstore.store import Store
 
+REMAKE = (
+    f"`txstore init URL` writes {STORE_KEY} anew, with --spread N as the store was made if there are folders data/_00, "
+    "data/_01 and so on"
+)
+"""What to do about a format document that is gone: it says no more than that, and nothing else is lost with it."""
+
 
 def read_store_format(store: Store) -> StoreFormat | None:
     """What this root says of itself, if it is a store of a version that we know; None if it is no store.
@@ -32,7 +38,13 @@ def read_store_format(store: Store) -> StoreFormat | None:
         data = store.read(STORE_KEY, 0, DECISION_MAX_BYTES + 1)
     except NotFoundError:
         return None
-    return decode_store_format(data, STORE_KEY)
+    try:
+        return decode_store_format(data, STORE_KEY)
+    except UnknownVersion:
+        raise
+    except FormatError as error:
+        error.next_step = f"restore it from a copy of the store; without one, move it out of the store, and {REMAKE}"
+        raise
 
 
 def read_decision(store: Store, checkpoint: str, slot: int) -> Decision | None:

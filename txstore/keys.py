@@ -20,6 +20,7 @@ LATEST_KEY = "latest.json"
 COMMITS_PREFIX = "commits/"
 RETIRED_PREFIX = "retired/"
 DATA_PREFIX = "data/"
+SPREAD_PREFIX = "data/_"
 PROBE_PREFIX = "probe/"
 
 SPREAD_MAX = 256
@@ -169,7 +170,13 @@ def attempt_prefixes(checkpoint: str, txn: str, spread: int) -> list[str]:
 
 def _spread_prefix(checkpoint: str, txn: str, part: int) -> str:
     # No checkpoint begins with an underscore: what is before the checkpoint can never be taken for one.
-    return f"{DATA_PREFIX}_{part:02x}/{checkpoint}/{txn}/"
+    return f"{SPREAD_PREFIX}{part:02x}/{checkpoint}/{txn}/"
+
+
+def spread_part(key: str) -> int | None:
+    """Below which of the prefixes of a store that is spread an object lies; None for any other."""
+    parts = key.split("/")
+    return int(parts[1][1:], 16) if key.startswith(SPREAD_PREFIX) and _SPREAD.fullmatch(parts[1]) else None
 
 
 def parse_attempt(key: str) -> tuple[str, str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from txstore.decisions import read_decision, read_store_format
 from txstore.errors import AlreadyExistsError, ConfigError, FormatError, StoreReplaced
-from txstore.keys import STORE_KEY, decision_key
+from txstore.keys import SPREAD_PREFIX, STORE_KEY, decision_key, spread_part
 from txstore.manifest import Decision, StoreFormat, encode, spread_of, store_format
 from txstore.probe import prove
 from txstore.store import Store
@@ -65,7 +65,7 @@ def ensure_store(store: Store, known: KnownStore | None = None, *, spread: int |
         StoreReplaced: It is known, and is not what was seen.
         FormatError: The root belongs to another format version.
         CapabilityError: The store cannot create exclusively (`txstore.probe`).
-        ConfigError: The store has another spread, or no store can have this one.
+        ConfigError: The store has another spread, or its shards, if its document is gone; or no store can have this one.
     """
     wanted = store_format(spread or 0)
     if known is not None:
@@ -73,6 +73,7 @@ def ensure_store(store: Store, known: KnownStore | None = None, *, spread: int |
     prove(store)
     found = read_store_format(store)
     if found is None:
+        _check_shards(store, spread_of(wanted))
         try:
             store.create(STORE_KEY, encode(wanted))
         except AlreadyExistsError:
@@ -90,6 +91,21 @@ def ensure_store(store: Store, known: KnownStore | None = None, *, spread: int |
     if known is not None:
         known.see(found)
     return found
+
+
+def _check_shards(store: Store, spread: int) -> None:
+    """Refuse a document that shards contradict which lie here already: a removal would leave them for ever."""
+    last, after = -1, ""
+    while (info := next(iter(store.list(SPREAD_PREFIX, after)), None)) is not None:
+        part = spread_part(info.key)
+        last = max(last, -1 if part is None else part)
+        after = info.key if part is None else f"{SPREAD_PREFIX}{part:02x}/~"  # beyond all keys below it
+    if last >= spread:
+        raise ConfigError(
+            f"{STORE_KEY} is gone, and shards here are spread over prefixes up to {SPREAD_PREFIX}{last:02x}",
+            key=STORE_KEY,
+            next_step=f"`txstore init URL --spread N` with the N that the store was made with: {max(2, last + 1)} or more",
+        )
 
 
 def _replaced(store: Store, key: str, what: str) -> StoreReplaced:

@@ -649,6 +649,39 @@ def test_init_without_a_spread_makes_the_store_that_a_save_would_make(cli, store
     assert store.read("txstore.json") == b'{"format":"txstore","version":1}'
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"format":"txstore","version":2}', b"\0" * 40, None])
+@pytest.mark.parametrize("options", [[], ["--spread", "4"]], ids=["plain", "spread"])
+def test_the_next_step_for_a_damaged_format_document_repairs_the_store(
+    cli, store: Store, root: Path, url: str, options: list[str], damage: bytes | None
+) -> None:
+    cli("init", url, *options)
+    intact = store.read("txstore.json")
+    first = commit_sample(store, "step-1", ranks=3)
+    commit_sample(store, "step-2", ranks=3)
+    store.delete("txstore.json")
+    if damage is not None:
+        (root / "txstore.json").write_bytes(damage)
+    for command in (["ls"], ["latest"], ["verify", "--all"], ["show"]):
+        answer = cli(command[0], url, *command[1:])
+        assert answer.code == DAMAGED
+        assert "`txstore init URL` writes txstore.json anew" in answer.out + answer.err, command
+    assert cli("init", url, *options).code == (DAMAGED if damage is not None else OK)
+    if damage is not None:
+        (root / "txstore.json").rename(root / "txstore.json.damaged")  # "move it out of the store"
+    if options:
+        store.delete("txstore.json")
+        for wrong in ([], ["--spread", "0"], ["--spread", "2"]):
+            answer = cli("init", url, *wrong)
+            assert answer.code == STORE
+            assert "shards here are spread over prefixes up to data/_02" in answer.err
+            assert "`txstore init URL --spread N` with the N that the store was made with: 3 or more" in answer.err
+    assert cli("init", url, *options).code == OK
+    assert store.read("txstore.json") == intact
+    assert cli("verify", url, "--all", "--depth", "full").code == OK
+    retire(store, first)
+    assert [info.key for info in store.list("data/") if "step-1" in info.key] == []
+
+
 @pytest.mark.parametrize("spread", ["1", "257", "-1", "x"])
 def test_init_with_an_impossible_spread_is_wrong_usage(cli, root: Path, url: str, spread: str) -> None:
     assert cli("init", url, "--spread", spread).code == USAGE

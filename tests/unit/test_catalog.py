@@ -371,19 +371,21 @@ class Refusing(MemoryStore):
         return super().read(key, start, size)
 
 
-def test_a_writer_that_commits_meanwhile_loses_no_record(store):
-    """The hint is read before the records: a commit that lands in between is in the listing."""
+@pytest.mark.parametrize("moment", ["commits/", "retired/"])
+def test_a_writer_that_commits_meanwhile_loses_no_record(store, moment):
+    """The hint is read before the records: it cannot name one that is made after they were listed."""
     save(store, "step-1", [b"one"])
 
     class Meanwhile(MemoryStore):
         def list(self, prefix, start_after=""):
-            if prefix == "commits/" and not saved:
+            if prefix == moment and not saved:
                 saved.append(save(store, "step-2", [b"two"]))
             return super().list(prefix, start_after)
 
     saved = []
     reader = Meanwhile()
     reader._objects = store._objects
+    assert catalog.newest(reader).checkpoint == ("step-2" if moment == "commits/" else "step-1")
     assert catalog.newest(reader) == saved[0]
 
 

@@ -19,7 +19,7 @@ from functools import partial
 
 from txstore.catalog import by_step, list_records, missing_record
 from txstore.checksum import sha256_hex
-from txstore.decisions import is_retired, read_decision, read_store_format
+from txstore.decisions import REMAKE, is_retired, read_decision, read_store_format
 from txstore.errors import (
     FormatError,
     NotFoundError,
@@ -48,7 +48,8 @@ _SILENT = (TransientError, OutcomeUnknownError)
 READERS = 8
 """Shards that are read at once; each has a buffer of `WINDOW_BYTES`."""
 
-_RESTORE = "restore this object from a copy of the store, or load an earlier checkpoint"
+_RESTORE_IT = "restore this object from a copy of the store"
+_RESTORE = f"{_RESTORE_IT}, or load an earlier checkpoint"
 _NEXT_STEP: dict[Kind, str] = {
     "missing": _RESTORE,
     "size": _RESTORE,
@@ -161,7 +162,9 @@ def _format_problems(store: Store, *, has_decisions: bool) -> list[Problem]:
             return []
     except TxStoreError as error:
         return [_problem_of(store, error, STORE_KEY)]
-    return [problem("missing", STORE_KEY, "the store has decisions but no format document")]
+    return [
+        Problem("missing", STORE_KEY, "the store has decisions but no format document", f"{_RESTORE_IT}; or {REMAKE}")
+    ]
 
 
 def _decision(store: Store, lost: SlotName | None, name: SlotName) -> tuple[Decision | None, list[Problem]]:
@@ -201,7 +204,8 @@ def _problem_of(store: Store, error: TxStoreError, key: str) -> Problem:
         kind = "missing"
     elif isinstance(error, StoreError):
         kind = "unreadable"
-    return problem(kind, error.key or key, error.message)
+    next_step = error.next_step if kind == "format" else ""  # of a store's answer the kind says more
+    return Problem(kind, error.key or key, error.message, next_step or _NEXT_STEP[kind])
 
 
 @dataclass(slots=True)
