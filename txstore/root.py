@@ -65,7 +65,7 @@ def ensure_store(store: Store, known: KnownStore | None = None, *, spread: int |
         StoreReplaced: It is known, and is not what was seen.
         FormatError: The root belongs to another format version.
         CapabilityError: The store cannot create exclusively (`txstore.probe`).
-        ConfigError: The store has another spread, or its shards, if its document is gone; or no store can have this one.
+        ConfigError: The store, or what lies there without a document, has another spread; or no store can have this one.
     """
     wanted = store_format(spread or 0)
     if known is not None:
@@ -104,7 +104,7 @@ def _check_shards(store: Store, spread: int) -> None:
         raise ConfigError(
             f"{STORE_KEY} is gone, and shards here are spread over prefixes up to {SPREAD_PREFIX}{last:02x}",
             key=STORE_KEY,
-            next_step=f"`txstore init URL --spread N` with the N that the store was made with: {max(2, last + 1)} or more",
+            next_step=f"`txstore init URL --spread N` with the N of before, {max(2, last + 1)} or more",
         )
 
 

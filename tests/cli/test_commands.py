@@ -674,7 +674,7 @@ def test_the_next_step_for_a_damaged_format_document_repairs_the_store(
             answer = cli("init", url, *wrong)
             assert answer.code == STORE
             assert "shards here are spread over prefixes up to data/_02" in answer.err
-            assert "`txstore init URL --spread N` with the N that the store was made with: 3 or more" in answer.err
+            assert "`txstore init URL --spread N` with the N of before, 3 or more" in answer.err
     assert cli("init", url, *options).code == OK
     assert store.read("txstore.json") == intact
     assert cli("verify", url, "--all", "--depth", "full").code == OK
