@@ -65,7 +65,7 @@ def ensure_store(store: Store, known: KnownStore | None = None, *, spread: int |
         StoreReplaced: It is known, and is not what was seen.
         FormatError: The root belongs to another format version.
         CapabilityError: The store cannot create exclusively (`txstore.probe`).
-        ConfigError: The store, or what lies there without a document, has another spread; or no store can have this one.
+        ConfigError: The store, or what lies there without a document, has another spread; or none can have this one.
     """
     wanted = store_format(spread or 0)
     if known is not None:

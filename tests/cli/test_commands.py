@@ -288,7 +288,7 @@ def test_ls_lists_the_rest_beside_a_damaged_record(cli, store: Store, root: Path
     commit_sample(store, "step-3")
     (root / decision_key("step-2", 0)).write_bytes(b"{")
     answer = cli("ls", url)
-    assert answer.code == DAMAGED
+    assert answer.code == OK, "nothing depends on a record below a slot that stands"
     assert [line.split()[:3] for line in answer.out.splitlines()[1:]] == [
         [f"step-{step}", str(step), "committed"] for step in (1, 2, 3)
     ]
@@ -305,6 +305,36 @@ def test_ls_lists_the_rest_beside_a_damaged_record(cli, store: Store, root: Path
         ("missing", "commits/step-3.0.json"),
     ]
     assert all("overwrite=True" in one["next_step"] for one in answer.json["problems"][:2])
+
+
+def test_what_is_superseded_by_a_sound_slot_is_told_and_pages_nobody(cli, store: Store, root: Path, url: str) -> None:
+    """After a fallback the damaged slot stays until retention takes it: exit 4 for ever would hide the next damage."""
+    damaged = commit_sample(store, "step-1")
+    (root / read_manifest(store, damaged).shards[0].key).unlink()
+    assert cli("verify", url, "--all").code == DAMAGED
+    commit_sample(store, "step-1", overwrite=True)
+    answer = cli("verify", url, "--all")
+    assert answer.code == OK
+    assert answer.out.startswith("step-1 (slot 0): superseded, damaged; ")
+    assert "next: a later slot of step-1 stands, and readers take that one; retention removes this one" in answer.out
+    document = cli("verify", url, "step-1", "--json").json
+    assert document["state"] == "sound"
+    assert [(one["state"], one["superseded"]) for one in document["checkpoints"]] == [
+        ("damaged", True),
+        ("sound", False),
+    ]
+    flip(root / decision_key("step-1", 0), 10)  # nor does its record
+    answer = cli("verify", url, "--all")
+    assert (answer.code, cli("ls", url).code) == (OK, OK)
+    assert "next: a later slot stands, and readers take that one; what this record named is kept" in answer.out
+    third = commit_sample(store, "step-1", overwrite=True)
+    (root / read_manifest(store, third).shards[0].key).unlink()
+    assert cli("verify", url, "--all").code == DAMAGED, "slot 2 is what readers take"
+    (root / decision_key("step-1", 0)).unlink()
+    (root / decision_key("step-1", 2)).unlink()
+    (root / "latest.json").unlink()
+    assert cli("verify", url, "--all").code == DAMAGED, "a missing record stops the slot walk"
+    assert cli("ls", url).code == DAMAGED
 
 
 def test_ls_says_of_a_commit_below_a_damaged_record_that_it_does_not_know(cli, store, root: Path, url: str) -> None:
@@ -591,6 +621,7 @@ SCHEMAS = {
                 "step": "int",
                 "txn": "str",
                 "state": "str",
+                "superseded": "bool",
                 "shards": "int",
                 "blocks": "int",
                 "bytes_read": "int",

@@ -6,9 +6,10 @@ from txstore.catalog import Damaged, Entry, State, by_step, entries, newest, not
 from txstore.cli.outcome import DAMAGED, OK, Outcome, failure
 from txstore.cli.render import Table, size_text
 from txstore.decisions import read_store_format
-from txstore.errors import IntegrityError
+from txstore.errors import IntegrityError, TxStoreError
 from txstore.keys import SlotName, decision_key
 from txstore.manifest import Decision
+from txstore.ops.report import Kind
 from txstore.redact import redact
 from txstore.store import Store
 
@@ -35,7 +36,7 @@ def entry_document(decision: Decision, state: State) -> dict[str, object]:
 def ls(store: Store, url: str, *, everything: bool) -> Outcome:
     """The commits that stand, and those of which that is not known; with `everything` every decision.
 
-    Records that are damaged are named, and the exit code tells: the list may lack a checkpoint.
+    Records that are damaged are named, and the exit code tells if the list may lack a checkpoint.
     """
     damaged: Damaged = {}
     found = entries(store, damaged=damaged)
@@ -45,7 +46,10 @@ def ls(store: Store, url: str, *, everything: bool) -> Outcome:
         problems = [_problem(found, damaged, name) for name in sorted(damaged, key=_place)]
         notes = [note for one in problems for note in (f"{one['what']} [{one['key']}]", f"next: {one['next_step']}")]
         text = (_table(shown, everything=everything),) if shown else ()
-        return Outcome(DAMAGED, {**document, "problems": problems}, text, notes=tuple(notes))
+        # Of a superseded record nothing depends: it must not page for ever, once its checkpoint was saved again.
+        harmless = all(_kind(error) == "format" and _stands_above(found, name) for name, error in damaged.items())
+        code = OK if harmless else DAMAGED
+        return Outcome(code, {**document, "problems": problems}, text, notes=tuple(notes))
     if not found:
         absent = failure(nothing_committed(store), url)
         if read_store_format(store):
@@ -57,8 +61,17 @@ def ls(store: Store, url: str, *, everything: bool) -> Outcome:
     return Outcome(OK, document, (_table(shown, everything=everything),))
 
 
-def _is_above(entry: Entry, name: SlotName) -> bool:
-    return entry.decision.checkpoint == name.checkpoint and entry.decision.slot > name.slot
+def _kind(error: TxStoreError) -> Kind:
+    return "missing" if isinstance(error, IntegrityError) else "format"
+
+
+def _above(found: list[Entry], name: SlotName) -> list[Entry]:
+    """What is in later slots of the same checkpoint."""
+    return [one for one in found if one.decision.checkpoint == name.checkpoint and one.decision.slot > name.slot]
+
+
+def _stands_above(found: list[Entry], name: SlotName) -> bool:
+    return any(entry.state == "committed" for entry in _above(found, name))
 
 
 def _place(name: SlotName) -> tuple[int, str, int]:
@@ -67,10 +80,8 @@ def _place(name: SlotName) -> tuple[int, str, int]:
 
 def _problem(found: list[Entry], damaged: Damaged, name: SlotName) -> dict[str, str]:
     """A record that cannot be read, as ``verify --all --json`` tells it; and whether anything depends on it."""
-    error = damaged[name]
-    later = [entry for entry in found if _is_above(entry, name)]
-    stands = any(entry.state == "committed" for entry in later)
-    kind = "missing" if isinstance(error, IntegrityError) else "format"
+    error, stands = damaged[name], _stands_above(found, name)
+    kind = _kind(error)
     restore = "restore the record from a copy of the store"
     if kind == "format":
         next_step = (
@@ -78,7 +89,7 @@ def _problem(found: list[Entry], damaged: Damaged, name: SlotName) -> dict[str, 
             if stands
             else f"{restore}, or save {name.checkpoint} again with overwrite=True"
         )
-    elif later:  # the slot walk stops there: to pass a free slot could hide a commit
+    elif _above(found, name):  # the slot walk stops there: to pass a free slot could hide a commit
         next_step = f"{restore}: until then {name.checkpoint} is loaded neither by name nor saved again"
         if stands:
             next_step += "; a load of the newest takes its later slot"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from txstore.catalog import find, newest, nothing_committed
 from txstore.cli.outcome import DAMAGED, NOT_FOUND, OK, STORE, Outcome
 from txstore.cli.render import Table, count_text, size_text
+from txstore.keys import SlotName
 from txstore.ops.report import Depth, Problem, Report, Step, StoreReport
 from txstore.ops.verify import Observer, verify_store
 from txstore.redact import printable
@@ -44,7 +46,7 @@ def _document(report: StoreReport, depth: Depth, blocks: int) -> dict[str, objec
         "depth": depth,
         "seed": report.reports[0].seed if report.reports and depth == "sample" else None,
         "sample_blocks": blocks if depth == "sample" else None,
-        "problems": [_problem(problem) for problem in report.problems],
+        "problems": [_problem(problem) for problem in _problems(report)],
         "checkpoints": [
             {
                 "checkpoint": found.decision.checkpoint,
@@ -52,14 +54,32 @@ def _document(report: StoreReport, depth: Depth, blocks: int) -> dict[str, objec
                 "step": found.decision.step,
                 "txn": found.decision.txn,
                 "state": found.state,
+                "superseded": _is_superseded(report, found),
                 "shards": found.shards,
                 "blocks": found.blocks,
                 "bytes_read": found.bytes_read,
-                "problems": [_problem(problem) for problem in found.problems],
+                "problems": [_problem(problem) for problem in _problems_of(report, found)],
             }
             for found in report.reports
         ],
     }
+
+
+def _is_superseded(report: StoreReport, found: Report) -> bool:
+    return report.is_superseded(SlotName(found.decision.checkpoint, found.decision.slot))
+
+
+def _problems(report: StoreReport) -> list[Problem]:
+    """Of the records."""
+    above = "a later slot stands, and readers take that one; what this record named is kept"
+    return [replace(one, next_step=above) if report.is_harmless(one) else one for one in report.problems]
+
+
+def _problems_of(report: StoreReport, found: Report) -> list[Problem]:
+    """Of one commit."""
+    above = f"a later slot of {found.decision.checkpoint} stands, and readers take that one; retention removes this one"
+    is_superseded = _is_superseded(report, found)
+    return [replace(one, next_step=above) if is_superseded else one for one in found.problems]
 
 
 def _problem(problem: Problem) -> dict[str, str]:
@@ -67,10 +87,11 @@ def _problem(problem: Problem) -> dict[str, str]:
 
 
 def _text(report: StoreReport) -> Iterator[str | Table]:
-    problems = list(report.problems)
+    problems = _problems(report)
     for found in report.reports:
-        yield f"{found.decision.checkpoint} (slot {found.decision.slot}): {found.state}; {_extent(found)}"
-        problems += found.problems
+        superseded = "superseded, " if _is_superseded(report, found) else ""
+        yield f"{found.decision.checkpoint} (slot {found.decision.slot}): {superseded}{found.state}; {_extent(found)}"
+        problems += _problems_of(report, found)
     if problems:
         yield ""
         yield Table(("PROBLEM", "KEY", "WHAT"), tuple((one.kind, one.key, one.what) for one in problems))

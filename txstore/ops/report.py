@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from txstore.keys import SlotName, parse_decision_key
 from txstore.manifest import Decision
 
 Kind = Literal["missing", "size", "digest", "format", "checksum", "header", "unreadable"]
@@ -76,10 +77,33 @@ class StoreReport:
     problems: tuple[Problem, ...]
     reports: tuple[Report, ...]
 
+    def is_superseded(self, name: SlotName) -> bool:
+        """Whether a later slot of the same checkpoint is sound: readers take that one, whatever this one is."""
+        return any(
+            report.state == "sound"
+            and report.decision.checkpoint == name.checkpoint
+            and report.decision.slot > name.slot
+            for report in self.reports
+        )
+
+    def is_harmless(self, found: Problem) -> bool:
+        """Whether a problem of the records is of a superseded one. A missing one stops the slot walk, and never is."""
+        name = parse_decision_key(found.key) if found.kind != "missing" else None
+        return name is not None and self.is_superseded(name)
+
     @property
     def state(self) -> State:
-        """The worst that was found: damage first, then objects that could not be read."""
-        found = {report.state for report in self.reports} | {verdict(self.problems)}
+        """The worst that was found of what readers may take: damage first, then objects that could not be read.
+
+        What is superseded by a sound slot is left out: after a fallback it would be damaged for ever.
+        """
+        standing = (
+            report
+            for report in self.reports
+            if not self.is_superseded(SlotName(report.decision.checkpoint, report.decision.slot))
+        )
+        problems = tuple(one for one in self.problems if not self.is_harmless(one))
+        found = {report.state for report in standing} | {verdict(problems)}
         return "damaged" if "damaged" in found else "unreadable" if "unreadable" in found else "sound"
 
 
