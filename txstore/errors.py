@@ -25,7 +25,7 @@
     │   └── StoreReplaced                   the store that this writer knew was deleted, emptied or replaced
     ├── FormatError                         a document is malformed or hostile
     │   └── UnknownVersion                  it is of another format version: use the release that wrote it
-    ├── DeadlineExceeded (TimeoutError)     something did not end in time; the message names rank, phase and object
+    ├── DeadlineExceeded (TimeoutError)     something did not end in time; the message says who waited for what
     ├── SaveError                           this state cannot be saved exactly, or a rank failed
     │   ├── NotNewest                       a newer checkpoint stands: the next resume would take that one
     │   ├── NotResumed                      the store holds checkpoints: call resume() first, or use a new root

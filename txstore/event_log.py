@@ -62,7 +62,9 @@ class EventLog:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                "another process writes this event log", key=self.path, next_step="give each rank a file of its own"
+                "this process or another one writes this event log already",
+                key=self.path,
+                next_step="open it once; give each rank a file of its own",
             ) from None
         except OSError:
             # Some network filesystems have no locks. Appending is still right there for one writer.

@@ -312,7 +312,11 @@ def test_what_is_superseded_by_a_sound_slot_is_told_and_pages_nobody(cli, store:
     damaged = commit_sample(store, "step-1")
     (root / read_manifest(store, damaged).shards[0].key).unlink()
     assert cli("verify", url, "--all").code == DAMAGED
-    commit_sample(store, "step-1", overwrite=True)
+    above = commit_sample(store, "step-1", overwrite=True)
+    manifest = root / above.manifest.key
+    manifest.rename(root / "aside")
+    assert "superseded, damaged" not in cli("verify", url, "--all").out, "no slot is sound"
+    (root / "aside").rename(manifest)
     answer = cli("verify", url, "--all")
     assert answer.code == OK
     assert answer.out.startswith("step-1 (slot 0): superseded, damaged; ")

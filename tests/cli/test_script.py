@@ -67,6 +67,16 @@ def test_import_txstore_loads_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_the_module_is_the_script(store: Store, url: str) -> None:
+    commit_sample(store, "step-1")
+    for args in (["ls", url], ["latest", "nosuch://x"], ["--help"], ["nonsense"]):
+        done = [
+            subprocess.run([*how, *args], capture_output=True, text=True, check=False)
+            for how in ([SCRIPT], [sys.executable, "-m", "txstore"])
+        ]
+        assert len({(one.returncode, one.stdout, one.stderr) for one in done}) == 1, done
+
+
 def test_answers_and_exit_codes(script, store: Store, root: Path, url: str) -> None:
     assert script("ls", url).code == NOT_FOUND
     decision = commit_sample(store, "step-1")

@@ -12,7 +12,7 @@ def main() -> NoReturn:
 
     set_up_process()
     try:
-        app()
+        app(prog_name="txstore")  # whatever it was started as
     except OSError as error:
         leave_unwritten(error)
     raise AssertionError("the command line returned")

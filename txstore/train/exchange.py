@@ -77,11 +77,16 @@ class Exchange:
             dist.all_gather_object(found, (phase, value), group=self.group)
         except Exception as error:
             # A group whose collective failed is out of step for good: a later exchange could pair with an old one.
+            waited_s = time.monotonic() - started
+            what = f"another rank did not answer within {waited_s:.1f} s (deadline {self.deadline_s:g} s)"
+            if waited_s < self.deadline_s / 2:  # this one came last, or another one died: nobody kept it waiting
+                what = (
+                    f"the other ranks are gone: one has ended, or they gave up after {self.deadline_s:g} s without this"
+                )
             self._broken = DeadlineExceeded(
-                f"{self.name}, {phase}: another rank did not answer within {time.monotonic() - started:.1f} s "
-                f"(deadline {self.deadline_s:g} s): {describe(error)}",
+                f"{self.name}, {phase}: {what}: {describe(error)}",
                 rank=self.rank,
-                next_step="look at the other ranks' errors: one of them has ended, or is stuck before this phase",
+                next_step="look at the other ranks' errors: the one without this error is the cause",
             )
             raise self._broken from error
         for rank, (theirs, _) in enumerate(found):
