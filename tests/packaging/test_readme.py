@@ -106,10 +106,16 @@ def run(seed, dropout="0.2"):
         exec(pasted + SNIPPET, names)
     return told.getvalue(), [parameter.detach().clone() for parameter in names["model"].parameters()]
 
-first, second = run(1), run(2)
+whole, at = SNIPPET, SNIPPET.index("    if saves.saved_step")
+SNIPPET = whole[:at]  # as a run that was killed before its last save
+first = run(1)
+SNIPPET = whole
+second, third = run(2), run(3)
 assert "a fresh start" in first[0], first[0]
 assert "resumed step-200" in second[0], second[0]
+assert "resumed step-240" in third[0], third[0]  # the tail of the run was saved
 assert all(map(torch.equal, first[1], second[1])), "the resumed run went another way"
+assert all(map(torch.equal, first[1], third[1])), "the final weights were not saved"
 try:
     run(3, dropout="0.3")
 except Incompatible as error:
@@ -122,7 +128,7 @@ else:
 def test_the_training_loop_runs_and_goes_on_where_it_stood(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.partition("## Training loop")[2], re.DOTALL)
     loop, before = blocks[:2]
-    assert len([line for line in loop.splitlines() if line]) <= 19
+    assert len([line for line in loop.splitlines() if line]) <= 21
     snippet = loop.replace("file:///checkpoints/run-2", (tmp_path / "store").as_uri())
     assert snippet != loop
     done = subprocess.run(

@@ -20,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.train.runs import Run
 from txstore import errors, train
 from txstore.compat import migrations
+from txstore.event_log import read_events
 from txstore.manifest import Description
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.resume import Resume
@@ -57,6 +58,65 @@ def test_every_error_that_is_documented_has_a_row() -> None:
     assert len(raised) > 8
     rows = re.findall(r"^\| (`.*?) \|", GUIDE.partition("## When it raises")[2], re.MULTILINE)
     assert raised <= set(re.findall(r"`(\w+)`", " ".join(rows)))
+
+
+class Seen:
+    """What each rank has seen."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"count": 1}
+
+
+def test_where_everything_comes_from_is_shown_and_runs(store_url: str) -> None:
+    (block,) = re.findall(r"```python\n(from txstore.train import ProofPolicy.*?)```", TEXT, re.DOTALL)
+    named = set(re.findall(r"\w+", block.partition("import")[2].partition("\n")[0]))
+    assert named == set(train.__all__) & named
+    assert {"SavePolicy", "ProofPolicy", "repeatable", "ReplayedSampler", "WorkerStreams", "per_rank"} <= named
+    samples = torch.utils.data.TensorDataset(torch.zeros(24, 1))
+    body, head = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer, other = torch.optim.SGD(body.parameters(), lr=0.1), torch.optim.SGD(head.parameters(), lr=0.1)
+    names = {
+        "StatefulDataLoader": StatefulDataLoader,
+        "TrainState": TrainState,
+        "Checkpointer": Checkpointer,
+        "dataset": samples,
+        "sampler": torch.utils.data.SubsetRandomSampler(range(24), torch.Generator().manual_seed(3)),
+        "held_out": StatefulDataLoader(samples, batch_size=8),
+        "body": body,
+        "head": head,
+        "optimizer": optimizer,
+        "other": other,
+        "warmup": rates.StepLR(optimizer, 3),
+        "decay": rates.StepLR(other, 3),
+        "ema": Seen(),
+        "seen": Seen(),
+    }
+    exec(block.replace("s3://bucket/run-7", store_url), names)
+    saves: Any = names["saves"]
+    assert saves.resume().fresh
+    saves.save()
+    assert saves.resume().checkpoint == "step-0"
+    saves.close()
+
+
+def test_metrics_and_event_log_are_closed_as_their_page_shows(store_url: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "observability" / "README.md").read_text(encoding="utf-8")
+    block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    text, log = tmp_path / "run.prom", tmp_path / "events.jsonl"
+    shown = block.replace('labels={"run": "run-1"}', f'textfile={str(text)!r}, labels={{"run": "run-1"}}')
+    shown = shown.replace("s3://bucket/run-1", store_url).replace("/var/log/run-1/events.rank-0.jsonl", str(log))
+    shown = shown.replace("metrics.serve(9100)", "metrics.serve()").replace(
+        "    ...\n", "    saves.save().committed.result()\n"
+    )
+    shown += "    assert TEXT.exists()\n"
+    model = nn.Linear(1, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    exec(shown, {"Checkpointer": Checkpointer, "state": state, "description": Description(), "TEXT": text})
+    assert not text.exists(), "a run that ended well leaves no file whose age would alert"
+    assert {type(event).__name__ for event in read_events(log)} >= {"SaveRequested", "Committed"}
 
 
 OLD, NEW = 0.1, 0.03
