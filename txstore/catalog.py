@@ -2,26 +2,31 @@
 
 Order is numeric by step, from names that carry their step and records that must agree with them, never
 text order, modification times or a clock. ``latest.json`` chooses nothing: it only shows that a record was lost
-(`lost_record`).
+(`txstore.decisions.lost_record`).
 """
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from txstore.decisions import REMAKE, is_retired, read_decision, read_store_format, walk_slots
+from txstore.decisions import (
+    REMAKE,
+    is_retired,
+    lost_record,
+    missing_record,
+    read_decision,
+    read_store_format,
+    walk_slots,
+)
 from txstore.errors import (
     CheckpointNotFound,
     CheckpointRetired,
     ConfigError,
     FormatError,
     IntegrityError,
-    NotFoundError,
-    StoreError,
     UnknownVersion,
 )
 from txstore.keys import (
@@ -32,7 +37,6 @@ from txstore.keys import (
     STORE_KEY,
     SlotName,
     check_checkpoint,
-    decision_key,
     decision_prefix,
     parse_attempt,
     parse_decision_key,
@@ -40,11 +44,9 @@ from txstore.keys import (
     retired_key,
     step_of,
 )
-from txstore.manifest import DECISION_MAX_BYTES, Decision, decode_pointer
+from txstore.manifest import Decision
 from txstore.side_by_side import side_by_side
 from txstore.store import Store
-
-log = logging.getLogger(__name__)
 
 State = Literal["committed", "superseded", "retired", "aborted", "unknown"]
 """``unknown`` is a commit below a damaged record: nobody can tell whether it is superseded, and no reader takes it."""
@@ -229,46 +231,6 @@ def list_records(store: Store, checkpoint: str | None = None) -> Records:
     prefix = RETIRED_PREFIX if checkpoint is None else retired_key(checkpoint, 0)[:-1]
     retired = frozenset(name for info in store.list(prefix) if (name := parse_retired_key(info.key)))
     return Records(dict(highest), retired, lost)
-
-
-def lost_record(store: Store) -> SlotName | None:
-    """The commit that ``latest.json`` names, if it has neither a record nor a tombstone: the record was lost.
-
-    The hint is written after the commit and never before. So it may lag behind, and what it names was committed. That
-    is all that is believed of it (ADR 0014). A hint that is missing, cannot be read or is of another version shows
-    nothing.
-    """
-    try:
-        hint = decode_pointer(store.read(LATEST_KEY, 0, DECISION_MAX_BYTES + 1), LATEST_KEY)
-        name = SlotName(hint.checkpoint, hint.slot)
-    except NotFoundError:
-        return None
-    except (StoreError, FormatError) as error:
-        # Only a hint: nothing may depend on it. A store that does not answer fails at the next request.
-        log.warning("whether a record was lost cannot be seen; the next commit writes the hint anew: %s", error)
-        return None
-    # After the hint, and the tombstone last: whatever is done meanwhile is seen.
-    for key in (decision_key(name.checkpoint, name.slot), retired_key(name.checkpoint, name.slot)):
-        try:
-            store.head(key)
-        except NotFoundError:
-            continue
-        return None
-    return name
-
-
-def missing_record(name: SlotName, *, lost: SlotName | None = None) -> IntegrityError:
-    """The error for a record that is not there; `lost` as of `lost_record`."""
-    key = decision_key(name.checkpoint, name.slot)
-    next_step = f"restore {key} from a copy of the store"
-    if name != lost:
-        what = f"the decision of {name.checkpoint}.{name.slot} is missing, although it or a later one is listed"
-        return IntegrityError(what, key=key, next_step=next_step)
-    return IntegrityError(
-        f"the record of {name.checkpoint}.{name.slot} was lost: {LATEST_KEY} says that it was committed",
-        key=key,
-        next_step=f"{next_step}; if it was deleted on purpose, delete {LATEST_KEY} too",
-    )
 
 
 def left_behind(store: Store) -> int:

@@ -5,11 +5,21 @@ Shared by the transaction (which walks slots to claim one) and the catalog (whic
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
-from txstore.errors import CheckpointRetired, FormatError, IntegrityError, NotFoundError, UnknownVersion
+from txstore.errors import CheckpointRetired, FormatError, IntegrityError, NotFoundError, StoreError, UnknownVersion
 from txstore.index import Index, decode_index
-from txstore.keys import STORE_KEY, decision_key, decision_prefix, parse_decision_key, retired_key
+from txstore.keys import (
+    COMMITS_PREFIX,
+    LATEST_KEY,
+    STORE_KEY,
+    SlotName,
+    decision_key,
+    decision_prefix,
+    parse_decision_key,
+    retired_key,
+)
 from txstore.manifest import (
     DECISION_MAX_BYTES,
     Decision,
@@ -17,9 +27,12 @@ from txstore.manifest import (
     StoreFormat,
     decode_decision,
     decode_manifest,
+    decode_pointer,
     decode_store_format,
 )
 from txstore.store import Store
+
+log = logging.getLogger(__name__)
 
 REMAKE = (
     f"`txstore init URL` writes {STORE_KEY} anew, with --spread N as the store was made if there are folders data/_00, "
@@ -109,6 +122,47 @@ def is_retired(store: Store, decision: Decision) -> bool:
     except NotFoundError:
         return False
     return True
+
+
+def lost_record(store: Store) -> SlotName | None:
+    """The commit that ``latest.json`` names, if it has neither a record nor a tombstone: the record was lost.
+
+    The hint is written after the commit and never before. So it may lag behind, and what it names was committed. That
+    is all that is believed of it (ADR 0014). A hint that is missing, cannot be read or is of another version shows
+    nothing.
+    """
+    try:
+        hint = decode_pointer(store.read(LATEST_KEY, 0, DECISION_MAX_BYTES + 1), LATEST_KEY)
+        name = SlotName(hint.checkpoint, hint.slot)
+    except NotFoundError:
+        return None
+    except (StoreError, FormatError) as error:
+        # Only a hint: nothing may depend on it. A store that does not answer fails at the next request.
+        log.warning("whether a record was lost cannot be seen; the next commit writes the hint anew: %s", error)
+        return None
+    # After the hint, and the tombstone last: whatever is done meanwhile is seen.
+    for key in (decision_key(name.checkpoint, name.slot), retired_key(name.checkpoint, name.slot)):
+        try:
+            store.head(key)
+        except NotFoundError:
+            continue
+        return None
+    return name
+
+
+def missing_record(name: SlotName, *, lost: SlotName | None = None) -> IntegrityError:
+    """The error for a record that is not there; `lost` as of `lost_record`."""
+    key = decision_key(name.checkpoint, name.slot)
+    next_step = f"restore {key} from a copy of the store"
+    if name != lost:
+        what = f"the decision of {name.checkpoint}.{name.slot} is missing, although it or a later one is listed"
+        return IntegrityError(what, key=key, next_step=next_step)
+    return IntegrityError(
+        f"the record of {name.checkpoint}.{name.slot} was lost: {LATEST_KEY} says that it was committed",
+        key=key,
+        next_step=f"{next_step}, with all else that is gone from {COMMITS_PREFIX}; "
+        f"if it was deleted on purpose, delete {LATEST_KEY} too",
+    )
 
 
 def read_manifest(store: Store, decision: Decision) -> Manifest:

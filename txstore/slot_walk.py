@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 
-from txstore.decisions import is_retired, read_decision, walk_slots
+from txstore.decisions import is_retired, lost_record, missing_record, read_decision, walk_slots
 from txstore.errors import (
     AlreadyCommitted,
     AlreadyExistsError,
@@ -209,6 +209,7 @@ def resolve(store: Store, checkpoint: str, txn: str, *, force: bool = False) -> 
     Raises:
         CommitUnknown: No answer could be had.
         FormatError: A record is damaged, and no other one answers.
+        IntegrityError: A record is missing, or was lost: it may be the answer.
         StoreError: The decisions could not be read.
     """
     damaged: dict[int, FormatError] = {}
@@ -217,6 +218,9 @@ def resolve(store: Store, checkpoint: str, txn: str, *, force: bool = False) -> 
             return _confirm(store, decision)
     if damaged:
         raise damaged[min(damaged)]
+    lost = lost_record(store)
+    if lost is not None and lost.checkpoint == checkpoint:
+        raise missing_record(lost, lost=lost)  # an abort would take its slot, and perhaps be a second answer
     return claim_abort(store, checkpoint, txn) if force else None
 
 

@@ -18,8 +18,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from txstore.catalog import Entry, lost_record, missing_record, newest
-from txstore.decisions import is_retired, read_decision, read_store_format, walk_slots
+from txstore.catalog import Entry, newest
+from txstore.decisions import (
+    is_retired,
+    lost_record,
+    missing_record,
+    read_decision,
+    read_store_format,
+    walk_slots,
+)
 from txstore.errors import (
     AlreadyExistsError,
     CheckpointNotFound,

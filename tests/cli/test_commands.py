@@ -378,7 +378,8 @@ def test_a_lost_record_is_told_by_every_command(cli, store: Store, root: Path, u
         told = answer.err + answer.out
         assert answer.code == DAMAGED, command
         assert "the record of step-2.0 was lost: latest.json says that it was committed" in told
-        assert "next: restore commits/step-2.0.json from a copy of the store; if it was deleted on purpose, " in told
+        assert "next: restore commits/step-2.0.json from a copy of the store, with all else that is gone" in told
+        assert "; if it was deleted on purpose, delete latest.json too" in told
     answer = cli("verify", url, "--all", "--json")
     assert (answer.code, answer.names) == (DAMAGED, ["step-1"])
     assert [(one["kind"], one["key"]) for one in answer.json["problems"]] == [("missing", "commits/step-2.0.json")]

@@ -132,6 +132,7 @@ WORLDS: dict[str, Callable[[], World]] = {
     # Nobody takes a record for lost, whenever the hint is moved and read; no late hint is one that runs ahead.
     "hint": lambda: hinted(B, reader(READER_OF_NEWEST), late=1, content=standing("X")),
     "hint of retention": lambda: hinted(B, retention("T"), reader(READER), content=newer("X")),
+    "hint of an abort": lambda: hinted(A, resolver("C", "A"), late=1, content=standing()),
     "hint of a sweep": lambda: hinted(B, sweeper("S"), reader(READER_OF_NEWEST), content=standing("X")),
     # The documents' puts fail or are delayed, and the caller calls commit once more.
     "commit again": lambda: replace(

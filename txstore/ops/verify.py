@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from txstore.catalog import by_step, list_records, missing_record
+from txstore.catalog import by_step, list_records
 from txstore.checksum import sha256_hex
-from txstore.decisions import REMAKE, is_retired, read_decision, read_store_format
+from txstore.decisions import REMAKE, is_retired, missing_record, read_decision, read_store_format
 from txstore.errors import (
     FormatError,
     NotFoundError,

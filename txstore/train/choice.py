@@ -23,7 +23,7 @@ def choose(store: Store, checkpoint: str | None, damaged: Collection[SlotName] =
 
     Raises:
         CheckpointNotFound: The named one does not exist.
-        IntegrityError: All that is committed is damaged, or its record was lost (`txstore.catalog.lost_record`).
+        IntegrityError: All that is committed is damaged, or its record was lost (`txstore.decisions.lost_record`).
         TxStoreError: The store could not be read. That is never "no checkpoint yet" (failure case B6).
     """
     if checkpoint is not None:
