@@ -45,7 +45,8 @@ class MeetingStore(MemoryStore):
         self.before: dict[str, Callable[[], None]] = {}
 
     def _meet(self, verb: str, key: str) -> None:
-        if verb in self.before and not key.endswith(("txstore.json", "begin.json", "manifest.json", "index.msgpack")):
+        documents = ("txstore.json", "latest.json", "begin.json", "manifest.json", "index.msgpack")
+        if verb in self.before and not key.endswith(documents):
             self.before[verb]()
 
     def head(self, key: str) -> ObjectInfo:
