@@ -305,10 +305,10 @@ class LostReplies:
             save(direct, "step-1", VALUES, overwrite=True)
 
     def test_a_deleted_only_decision_is_a_lost_checkpoint(self, direct: Store) -> None:
-        # Nothing can tell it from one that never was: this is why docs ask for a policy that forbids the delete.
+        # Only the hint tells it from one that never was: this is why docs ask for a policy that forbids the delete.
         save(direct, "step-1", VALUES)
         direct.delete(KEY)
-        with pytest.raises(CheckpointNotFound):
+        with pytest.raises(IntegrityError, match=r"the record of step-1\.0 was lost"):
             newest(direct)
         assert save(direct, "step-1", VALUES).slot == 0
 
