@@ -13,11 +13,12 @@ from torch import nn
 from torch.optim import lr_scheduler as rates
 
 from txstore.errors import Incompatible, StateMismatch, UnsupportedValue
-from txstore.train.built import PROBED, as_text, class_of, functions_of
+from txstore.train.built import as_text, class_of
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.report import ResumeReport
 from txstore.train.resume import ResumeOptions
 from txstore.train.rng import capture_streams, restore_streams
+from txstore.train.schedule_functions import PROBED, Functions
 from txstore.train.state import TrainState
 
 
@@ -299,6 +300,10 @@ def test_settings_of_a_schedule_and_a_scaler_that_changed_in_the_code_are_told(s
     ]
 
 
+def facts(scheduler: Any) -> dict[str, str]:
+    return Functions("0", scheduler).facts
+
+
 def test_functions_are_compared_by_what_they_do() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     rate = {"warm": 10}
@@ -309,14 +314,76 @@ def test_functions_are_compared_by_what_they_do() -> None:
     def other(step: int) -> float:
         return (step + 1) / 10 if step < 9 else 1.0
 
-    digests = {str(functions_of(rates.LambdaLR(optimizer, one))) for one in (slow, other)}
+    digests = {str(facts(rates.LambdaLR(optimizer, one))) for one in (slow, other)}
     assert len(digests) == 1, "other code, the same schedule"
     rate["warm"] = 20
-    assert str(functions_of(rates.LambdaLR(optimizer, slow))) not in digests, "the same code reads another number"
+    assert str(facts(rates.LambdaLR(optimizer, slow))) not in digests, "the same code reads another number"
     ends = rates.LambdaLR(optimizer, [1.0, 0.5].__getitem__)
-    assert functions_of(ends) == functions_of(rates.LambdaLR(optimizer, [1.0, 0.5].__getitem__))
+    assert facts(ends) == facts(rates.LambdaLR(optimizer, [1.0, 0.5].__getitem__))
     assert PROBED[:257] == list(range(257))
     assert all(b - a <= max(1, 1 + a / 50) for a, b in pairwise(PROBED))
+
+
+class WarmUp:
+    """A wrapper around a scheduler, as training code has one: it names no optimizer itself."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def state_dict(self) -> Any:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.scheduler.load_state_dict(state)
+
+
+DRIVERS: dict[str, Scheduler] = {
+    "plain": lambda o: rates.StepLR(o, 3),
+    "sequence": lambda o: rates.SequentialLR(o, [rates.LinearLR(o), rates.StepLR(o, 3)], [2]),
+    "chain": lambda o: rates.ChainedScheduler([rates.ConstantLR(o), rates.ExponentialLR(o, 0.9)]),
+    "wrapper": lambda o: WarmUp(rates.LinearLR(o)),
+}
+
+
+def two(scheduler: Scheduler, *driven: int) -> TrainState:
+    """Two optimizers, and a scheduler of each that is named."""
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    several = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    return TrainState(model, several, schedulers=[scheduler(several[at]) for at in driven])
+
+
+@pytest.mark.parametrize("kind", DRIVERS)
+def test_a_scheduler_of_another_optimizer_is_told(kind: str, store_url: str) -> None:
+    save(two(DRIVERS[kind], 0, 1), store_url)
+    assert told(resume(two(DRIVERS[kind], 0, 1), store_url)) == []
+    assert blocking(two(DRIVERS[kind], 1, 0), store_url) == [
+        "blocked: state scheduler '0' optimizer: saved 0, now 1",
+        "blocked: state scheduler '1' optimizer: saved 1, now 0",
+    ]
+    assert blocking(two(DRIVERS[kind], 0, 0), store_url) == ["blocked: state scheduler '1' optimizer: saved 1, now 0"]
+    report = resume(two(DRIVERS[kind], 0, 0), store_url, fresh={"scheduler:1"})
+    assert "fresh scheduler:1" in report.accepted
+
+
+def test_a_scheduler_of_an_optimizer_that_is_not_given_is_told(store_url: str) -> None:
+    def stale(optimizer: torch.optim.Optimizer) -> Any:
+        return rates.StepLR(torch.optim.SGD(optimizer.param_groups[0]["params"]), 3)
+
+    save(make(DRIVERS["plain"]), store_url)
+    assert blocking(make(stale), store_url) == [
+        "blocked: state scheduler '0' optimizer: saved 0, now none of those given"
+    ]
+
+
+def test_a_checkpoint_that_does_not_say_which_optimizer_is_driven_is_resumed(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr("txstore.train.stateful.driven_by", lambda *_: {})
+        save(two(DRIVERS["plain"], 0), store_url)
+    assert told(resume(two(DRIVERS["plain"], 0), store_url)) == [
+        "state scheduler '0' optimizer: saved not recorded, now 0"
+    ]
 
 
 class Counting:

@@ -6,8 +6,7 @@ is not in it at all, and a changed learning rate loses to the saved one without 
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,34 +17,18 @@ from txstore.compat.differences import Difference, accept_step
 _MOST_TEXT = 200
 _PLAIN = (bool, int, float, str, type(None))
 _NESTED = frozenset({"_schedulers", "lr_lambdas"})
+_NEWER = frozenset({"optimizer"})
+"""Facts that older checkpoints do not have: unknown is told, and does not block."""
 _MOVING = frozenset({"last_epoch", "base_lrs"})
 """Entries of a scheduler's state that only repeat what others say: one changed learning rate is told once."""
-
-PROBED = [*range(257), *sorted({int(257 * 1.02**power) for power in range(420)})]
-"""Steps at which functions of a step are compared: each one at first, then one in fifty, up to a million."""
 
 
 def class_of(item: object) -> str:
     """The class with its module; of a scheduler made of schedulers also theirs."""
     kind = type(item)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    parts = [type(part).__qualname__ for part in _parts(item)]
+    parts = [type(part).__qualname__ for part in parts_of(item)]
     return f"{name}[{', '.join(parts)}]" if parts else name
-
-
-def functions_of(scheduler: object) -> dict[str, str]:
-    """What the functions of a scheduler do, each as a digest: torch leaves functions out of a scheduler's state.
-
-    A function of the step is asked for its values at the steps `PROBED`, since its code says little: it may move, and
-    what it reads may change. An object that can be called keeps its state in the scheduler's; of it the class counts.
-    """
-    found: dict[str, str] = {}
-    known: dict[int, str] = {}
-    for path, function in _functions(scheduler, ""):
-        if id(function) not in known:
-            known[id(function)] = _values(function) if callable(function) else class_of(function)
-        found[path] = known[id(function)]
-    return found
 
 
 def settings_of(state: Mapping[str, Any], path: str = "") -> dict[str, str]:
@@ -106,6 +89,9 @@ def compare_facts(
         was, value = saved.get(name), now.get(name)
         if was == value:
             continue
+        if was is None and name in _NEWER:
+            found.append(Difference("state", f"{what} {name}", "not recorded", value, verdict="noted"))
+            continue
         by = accept(name)
         fresh = f"make it as it was saved, or begin it anew: fresh={{{piece!r}}}"
         found.append(
@@ -122,36 +108,24 @@ def compare_facts(
     return found
 
 
-def _parts(item: object) -> Sequence[object]:
+def driven_by(scheduler: object, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """The place of the optimizer that a scheduler drives, as a fact: its state fits no other. {} if none tells."""
+    driven = optimizers_of(scheduler)
+    places = [str(at) for at, one in enumerate(optimizers) if any(one is known for known in driven)]
+    return {"optimizer": ", ".join(places) or "none of those given"} if driven else {}
+
+
+def optimizers_of(scheduler: object) -> list[object]:
+    """The optimizers that a scheduler, and those in it, tell to drive; what wraps one counts as that."""
+    mine = getattr(scheduler, "optimizer", None)
+    found = [one for part in parts_of(scheduler) for one in optimizers_of(part)]
+    return [one for one in (mine, getattr(mine, "optimizer", None)) if isinstance(one, torch.optim.Optimizer)] + found
+
+
+def parts_of(item: object) -> Sequence[object]:
     """The schedulers that a scheduler is made of, or wraps."""
     parts = getattr(item, "_schedulers", None)
     if isinstance(parts, list | tuple):
         return parts
     inner = getattr(item, "scheduler", None)
     return [inner] if isinstance(inner, lr_scheduler.LRScheduler) else ()
-
-
-def _functions(scheduler: object, path: str) -> Iterator[tuple[str, object]]:
-    if isinstance(scheduler, lr_scheduler.LambdaLR | lr_scheduler.MultiplicativeLR):
-        for at, function in enumerate(scheduler.lr_lambdas):
-            yield f"{path}lr_lambdas[{at}]", function
-    elif isinstance(scheduler, lr_scheduler.CyclicLR):
-        custom = getattr(scheduler, "_scale_fn_custom", None)
-        if custom is not None:
-            yield f"{path}scale_fn", custom
-    for at, part in enumerate(_parts(scheduler)):
-        yield from _functions(part, f"{path}{at}.")
-
-
-def _values(function: Callable[[int], Any]) -> str:
-    """Digest of a function's values. An object with state of its own is not asked: that may move it."""
-    if getattr(function, "__dict__", None):
-        return class_of(function)
-    digest = hashlib.sha256()
-    for step in PROBED:
-        try:
-            value = f"{float(function(step)):.12g}"  # the last bits are the machine's
-        except Exception as error:  # noqa: BLE001 - a function may end where the training does
-            value = type(error).__name__
-        digest.update(f"{value}\n".encode())
-    return f"sha256:{digest.hexdigest()[:16]}"

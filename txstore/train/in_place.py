@@ -11,7 +11,7 @@ import inspect
 from types import CodeType
 
 _LITERALS = frozenset(("BUILD_LIST", "BUILD_MAP", "BUILD_CONST_KEY_MAP", "BUILD_STRING"))
-_METHODS = frozenset((
+METHODS = frozenset((
     "append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse", "update", "setdefault", "popitem",
 ))  # fmt: skip
 
@@ -24,7 +24,7 @@ def own_names(code: CodeType) -> set[str]:
     for instruction in dis.get_instructions(code):
         # Where two ways meet, as in ``a if b else []``, what was read last is only one of them.
         made = 0 if instruction.is_jump_target else made
-        for at, name in enumerate(_stored(instruction)):
+        for at, name in enumerate(stored(instruction)):
             if made <= at:
                 own.discard(name)
         made, before = _made(made, instruction, before), instruction.opname
@@ -63,9 +63,9 @@ def change(
     if operation in {"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"}:
         return "an item of it"
     if _is_in_place(instruction):
-        name = next(iter(_stored(after)), "") if after is not None else ""
+        name = next(iter(stored(after)), "") if after is not None else ""
         return "" if name in own else f"in place: {name!r}" if name else "in place"
-    if operation in {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"} and instruction.argval in _METHODS:
+    if operation in {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"} and instruction.argval in METHODS:
         is_own = before is not None and _loaded(before) in own and not instruction.is_jump_target
         return "" if is_own else f"by {instruction.argval!r}"
     return ""
@@ -75,7 +75,7 @@ def _is_in_place(instruction: dis.Instruction) -> bool:
     return instruction.opname == "BINARY_OP" and instruction.argrepr.endswith("=")
 
 
-def _stored(instruction: dis.Instruction) -> list[str]:
+def stored(instruction: dis.Instruction) -> list[str]:
     """Local variables that an instruction sets; later versions of Python set two with one, or set one and read one."""
     operation, names = instruction.opname, instruction.argval
     if operation == "STORE_FAST_LOAD_FAST":

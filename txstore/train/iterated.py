@@ -42,7 +42,7 @@ _NAMES = frozenset((
     "float", "int", "bool", "shape", "size", "numel", "tolist", "item", "to", "__enter__", "__exit__", "__iter__",
     "__next__", "__len__",
 ))
-_OF_PLAIN = frozenset(
+OF_PLAIN = frozenset(
     name for kind in (list, dict, str, tuple, int, float, bytes, range) for name in dir(kind) if name[:2] != "__"
 )
 # fmt: on
@@ -57,7 +57,7 @@ def why_not_again(dataset: Any) -> str:
             inner = why_not_again(value)
             if inner:
                 return f"reads a {type(value).__name__}, which {inner}"
-        elif not _is_plain(value):
+        elif not is_plain(value):
             return f"has a {type(value).__name__} in its attribute {name!r}"
     start = type(dataset).__iter__
     if hasattr(type(dataset), "__getattr__") or "__slots__" in vars(type(dataset)):
@@ -85,23 +85,25 @@ def _holds_containers(dataset: Any) -> bool:
     kinds = [kind for kind in type(dataset).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES]
     of_classes = [value for kind in kinds for name, value in vars(kind).items() if not name.startswith("__")]
     return any(
-        _holds_containers(value) if isinstance(value, IterableDataset) else _is_container(value)
+        _holds_containers(value) if isinstance(value, IterableDataset) else is_container(value)
         for value in [*vars(dataset).values(), *of_classes]
     )
 
 
-def _is_container(value: Any) -> bool:
+def is_container(value: Any) -> bool:
+    """Whether a value can be changed in place, or holds one that can."""
     if isinstance(value, tuple):
-        return any(map(_is_container, value))
+        return any(map(is_container, value))
     return isinstance(value, list | dict | set | bytearray | torch.Tensor | np.ndarray)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, an array, or a list, tuple or dict of such: none runs code of its own."""
     if isinstance(value, _SCALARS) or type(value) in {range, torch.Tensor, np.ndarray}:
         return True
     if type(value) in {list, tuple}:
-        return all(map(_is_plain, value))
-    return type(value) is dict and all(map(_is_plain, value.values())) and all(map(_is_plain, value))
+        return all(map(is_plain, value))
+    return type(value) is dict and all(map(is_plain, value.values())) and all(map(is_plain, value))
 
 
 class _Reader:
@@ -126,11 +128,11 @@ class _Reader:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         kept = {name: cell.cell_contents for name, cell in cells.items() if name != "__class__"}
         for name, value in kept.items():
-            if not _is_plain(value):
+            if not is_plain(value):
                 return [], f"uses {name!r} of the function around it"
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        self.holds |= any(map(_is_container, [*kept.values(), *defaults]))
-        for code in _codes(function.__code__):
+        self.holds |= any(map(is_container, [*kept.values(), *defaults]))
+        for code in codes(function.__code__):
             why = self._code(code, function.__name__)
             if why:
                 return [], why
@@ -171,7 +173,7 @@ class _Reader:
         if isinstance(value, FunctionType) and value is not get_worker_info:
             self._calls.append(value)
             return ""
-        self.holds |= _is_container(value)
+        self.holds |= is_container(value)
         return "" if _is_known(value) or (is_builtin and name in _BUILTINS) else f"uses {name!r}"
 
     def _of_attribute(self, name: str) -> str:
@@ -182,19 +184,19 @@ class _Reader:
         if isinstance(method, property) and method.fget is not None:
             self._calls.append(method.fget)
             return ""
-        is_of_class = method is not None and _is_plain(method)
-        return "" if is_of_class or name in self._attributes | _NAMES | _OF_PLAIN else f"uses {name!r}"
+        is_of_class = method is not None and is_plain(method)
+        return "" if is_of_class or name in self._attributes | _NAMES | OF_PLAIN else f"uses {name!r}"
 
 
 def _is_known(value: Any) -> bool:
     if isinstance(value, ModuleType):
         return value.__name__ in _MODULES
-    return value is get_worker_info or (value is not None and _is_plain(value))
+    return value is get_worker_info or (value is not None and is_plain(value))
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes(code: CodeType) -> Iterator[CodeType]:
     """A function's code, and that of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes(constant)

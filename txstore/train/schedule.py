@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from txstore.train.built import as_text
+from txstore.train.built import as_text, optimizers_of
 from txstore.train.piece import SavedKeys, fresh_of
 from txstore.train.python_state import lifted_tensors, unflatten
 
@@ -57,8 +57,8 @@ class Schedule:
         """Names of the schedulers of an optimizer. One that does not tell may be any optimizer's."""
         found = set()
         for name, scheduler in self._schedulers.items():
-            driven = getattr(scheduler, "optimizer", None)
-            if driven is self._optimizers[at] or all(driven is not one for one in self._optimizers):
+            driven = {id(one) for one in optimizers_of(scheduler)}
+            if id(self._optimizers[at]) in driven or not driven & {id(one) for one in self._optimizers}:
                 found.add(name)
         return found
 

@@ -117,7 +117,7 @@ class TrainState:
         self.pieces: dict[str, Piece] = {
             "model": self._model,
             "optimizer": self._optimizers,
-            "scheduler": SchedulerPiece(schedulers),
+            "scheduler": SchedulerPiece(schedulers, several, [*self._others, self.progress]),
             "scaler": ScalerPiece(scaler),
             "gradients": self._gradients,
             "extras": self._extras,

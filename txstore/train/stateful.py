@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from txstore.compat.differences import Difference
 from txstore.errors import ConfigError, StateMismatch, TxStoreError, describe
-from txstore.train.built import class_of, compare_built, compare_facts, functions_of, settings_of
+from txstore.train.built import class_of, compare_built, compare_facts, driven_by, settings_of
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 from txstore.train.proof import Check
 from txstore.train.python_state import flatten
 from txstore.train.rng import Generator
 from txstore.train.sample import sample
+from txstore.train.schedule_functions import Functions
+
+log = logging.getLogger(__name__)
 
 
 def _kind(item: object) -> str:
@@ -265,18 +271,54 @@ class StatefulPiece:
 
 
 class SchedulerPiece(StatefulPiece):
-    """The piece of state that holds the schedulers."""
+    """The piece of state that holds the schedulers.
 
-    def __init__(self, schedulers: Any) -> None:
-        super().__init__("scheduler", scoped(schedulers, "scheduler", is_shared=True), verify=True)
+    Args:
+        schedulers: One or several.
+        optimizers: All optimizers.
+        saved: Objects whose state is saved with other pieces: functions of schedulers may read from them.
+
+    Raises:
+        UnsupportedValue: A function of one keeps a state that torch does not save.
+    """
+
+    def __init__(
+        self, schedulers: Any, optimizers: Sequence[torch.optim.Optimizer] = (), saved: Sequence[object] = ()
+    ) -> None:
+        items = scoped(schedulers, "scheduler", is_shared=True)
+        kept = [*saved, *optimizers]
+        self._optimizers = optimizers
+        self._functions = {id(one.item): Functions(name, one.item, kept) for name, one in items.items()}
+        super().__init__("scheduler", items, verify=True)
+        unproved = [
+            f"scheduler {name!r} {function} {why}"
+            for name, one in items.items()
+            for function, why in self._functions[id(one.item)].unproved.items()
+        ]
+        if unproved:
+            log.warning(
+                "functions of schedulers that may do more than read are not asked for their values, so a resume "
+                "compares only their names: %s",
+                "; ".join(unproved),
+            )
 
     def facts(self, item: Stateful) -> dict[str, str]:
-        """Its class, those of the schedulers in it, and the values of functions that its state leaves out."""
-        return {**super().facts(item), **functions_of(item)}
+        """Its class, those of the schedulers in it, the optimizer that it drives, and what its functions do."""
+        return {**super().facts(item), **driven_by(item, self._optimizers), **self._functions[id(item)].facts}
+
+    def capture(self, place: Place) -> PieceState:
+        """The state of every scheduler.
+
+        Raises:
+            UnsupportedValue: A function of one has other values than when this was made.
+        """
+        for functions in self._functions.values():
+            functions.refuse_moved()
+        return super().capture(place)
 
     def acceptable(self, name: str, fact: str) -> str:
         """Its functions; there may be one for each group."""
-        return "" if fact == "class" else f"scheduler:{name}:functions"
+        return "" if fact in {"class", "optimizer"} else f"scheduler:{name}:functions"
 
     def settings(self, item: Stateful) -> dict[str, str]:
         """Its settings as the code chose them."""
