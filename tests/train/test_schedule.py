@@ -200,3 +200,32 @@ def test_each_optimizer_follows_its_own_scheduler(store_url: str) -> None:
         with Checkpointer(store_url, state) as saves:
             saves.resume(ResumeOptions(fresh=fresh))
         assert [one.param_groups[0]["lr"] for one in now] == expected, fresh
+
+
+def told(url: str, rate: float, step: int, fresh: set[str]) -> tuple[list[str], float]:
+    """What a resume tells under a rate in the code, and the rate in force; a step and a save follow."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    scheduler = rates.CosineAnnealingLR(optimizer, T_max=30)
+    state = TrainState(model, optimizer, schedulers=scheduler)
+    with Checkpointer(url, state) as saves:
+        report = saves.resume(ResumeOptions(fresh=fresh))
+        in_force = optimizer.param_groups[0]["initial_lr"]
+        optimizer.step()
+        scheduler.step()
+        state.progress.global_step = step
+        saves.save()
+    return [note for note in report.notes if note.startswith("state ")], in_force
+
+
+@pytest.mark.parametrize(("fresh", "in_force"), [("scheduler", 1e-3), ("optimizer", 1e-2)])
+def test_the_report_says_which_rate_is_in_force_and_so_do_the_next_ones(
+    fresh: str, in_force: float, store_url: str
+) -> None:
+    line = "state optimizer 0 lr, as the code sets it, in group 0: saved {}, now {}; the {} is in force"
+    told(store_url, 1e-2, 1, set())
+    whose = {1e-3: "code's", 1e-2: "saved one"}[in_force]
+    assert told(store_url, 1e-3, 2, {fresh}) == ([line.format(1e-2, 1e-3, whose)], in_force)
+    for step, rate in enumerate((1e-3, 1e-2), 3):
+        notes = [] if rate == in_force else [line.format(in_force, rate, "saved one")]
+        assert told(store_url, rate, step, {fresh}) == (notes, in_force), "applied once, and recorded as it is"

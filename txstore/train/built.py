@@ -6,7 +6,8 @@ is not in it at all, and a changed learning rate loses to the saved one without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,8 +57,10 @@ def as_text(value: Any) -> str | None:
     return text if 0 < len(text) <= _MOST_TEXT else None
 
 
-def compare_built(what: str, saved: Mapping[str, str], now: Mapping[str, str]) -> list[Difference]:
-    """What the code chooses in another way than the code that saved. The saved values win, so each is told."""
+def compare_built(
+    what: str, saved: Mapping[str, str], now: Mapping[str, str], of_code: Collection[str] = ()
+) -> list[Difference]:
+    """What the code chooses in another way than the code that saved. The saved ones win, but for names in `of_code`."""
     return [
         Difference(
             "state",
@@ -65,11 +68,17 @@ def compare_built(what: str, saved: Mapping[str, str], now: Mapping[str, str]) -
             saved.get(name),
             now.get(name),
             verdict="noted",
-            by="the saved one is in force",
+            by="the code's is in force" if name in of_code else "the saved one is in force",
         )
         for name in sorted(saved.keys() & now.keys())
         if saved[name] != now[name]
     ]
+
+
+def in_groups(difference: Difference, numbers: Sequence[int]) -> Difference:
+    """A difference that some groups of an optimizer have alike."""
+    kind = "group" if len(numbers) == 1 else "groups"
+    return replace(difference, name=f"{difference.name}, in {kind} {_ranges(numbers)}")
 
 
 def compare_facts(
@@ -129,3 +138,14 @@ def parts_of(item: object) -> Sequence[object]:
         return parts
     inner = getattr(item, "scheduler", None)
     return [inner] if isinstance(inner, lr_scheduler.LRScheduler) else ()
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-2, 5``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

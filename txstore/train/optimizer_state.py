@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from txstore.compat.differences import Difference
 from txstore.compat.layouts import OptimizerLayout, compare_layouts
 from txstore.compat.load_plan import LoadPlan
 from txstore.errors import ConfigError, StateMismatch, TxStoreError, UnsupportedValue
-from txstore.train.built import as_text, class_of, compare_built
+from txstore.train.built import as_text, class_of, compare_built, in_groups
 from txstore.train.lifted import LiftedTensor, placements_of
 from txstore.train.names import Models
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 from txstore.train.python_state import flatten, lifted_tensors, unflatten
+from txstore.train.schedule import moved_names
 
 _HOOKED = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
@@ -178,16 +178,30 @@ class OptimizerPiece:
         return problems
 
     def differences(self, loaded: Loaded) -> list[Difference]:
-        """Settings that the code chooses and the saved ones override, one line for all groups that agree."""
+        """Settings that the code chooses otherwise, and which of the two is in force."""
+        of_code = {at: moved_names(loaded.shared[at]) for at in loaded.begun if at < len(loaded.shared)}
+        return self._told((at, entry["settings"], of_code.get(at)) for at, entry in enumerate(loaded.shared))
+
+    def following(self, entries: Sequence[Mapping[str, Any]], places: Collection[int]) -> list[Difference]:
+        """The same for optimizers that begin anew under a scheduler that is restored: what goes with that is saved."""
+        return self._told((at, _with_scheduler(entries[at]), None) for at in places if at < len(entries))
+
+    def follow(self, entries: Sequence[Mapping[str, Any]], places: Collection[int]) -> None:
+        """Record of such optimizers what is in force, for the next save to tell, and the next resume to compare."""
+        for at in places:
+            pairs = zip(self._set[at], _with_scheduler(entries[at]), strict=True)
+            self._set[at] = [{**ours, **saved} for ours, saved in pairs]
+
+    def _told(
+        self, saved: Iterable[tuple[int, Sequence[Mapping[str, str]], Sequence[Collection[str]] | None]]
+    ) -> list[Difference]:
+        """One line for all groups that agree, of the settings of optimizers, with names of which the code's win."""
         found: dict[Difference, list[int]] = {}
-        for at, (entry, ours) in enumerate(zip(loaded.shared, self._set, strict=False)):
-            for number, (saved, now) in enumerate(zip(entry["settings"], ours, strict=False)):
-                for one in compare_built(f"optimizer {at}", saved, now):
+        for at, groups, of_code in saved:
+            for number, (theirs, ours) in enumerate(zip(groups, self._set[at], strict=False)):
+                for one in compare_built(f"optimizer {at}", theirs, ours, of_code[number] if of_code else ()):
                     found.setdefault(one, []).append(number)
-        return [
-            replace(one, name=f"{one.name}, in {'group' if len(groups) == 1 else 'groups'} {_ranges(groups)}")
-            for one, groups in found.items()
-        ]
+        return [in_groups(one, numbers) for one, numbers in found.items()]
 
     def _unflat(
         self, data: bytes, tensors: Mapping[str, torch.Tensor], kept: Collection[str]
@@ -222,7 +236,9 @@ class OptimizerPiece:
             optimizer.state.update(begun)
             if not kept and now != saved:
                 raise StateMismatch(f"optimizer {at} does not take the saved state", key=f"optimizer.{at}")
-            self._set[at] = entry["settings"]
+            of_code = moved_names(entry) if at in loaded.begun else [()] * len(settings)
+            triples = zip(entry["settings"], self._set[at], of_code, strict=True)
+            self._set[at] = [{**theirs, **_only(ours, mine)} for theirs, ours, mine in triples]
             groups += len(settings)
             moments += sum(isinstance(value, torch.Tensor) for state in states.values() for value in state.values())
         return {"param_groups": groups, "moment_tensors": moments, "settings_not_saved": kept}
@@ -270,15 +286,13 @@ def _settings(group: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in found.items() if text is not None}
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """``0-2, 5``."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+def _with_scheduler(entry: Mapping[str, Any]) -> list[dict[str, str]]:
+    """By group, the saved settings that go with a scheduler."""
+    return [_only(settings, names) for settings, names in zip(entry["settings"], moved_names(entry), strict=True)]
+
+
+def _only(settings: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    return {name: text for name, text in settings.items() if name in names}
 
 
 def _name(parameter: torch.Tensor, names: Mapping[int, str]) -> str:

@@ -115,6 +115,7 @@ class Loaded:
         fresh: Objects of the piece, by name, that are not restored, on purpose: today's stay as they are, and what
             only the checkpoint has is left there.
         plan: What migrations do.
+        begun: The optimizers, by place, that are restored while their schedulers begin anew.
     """
 
     shared: Any
@@ -126,6 +127,7 @@ class Loaded:
     on_world_size_change: OnWorldSizeChange
     fresh: frozenset[str] = frozenset()
     plan: LoadPlan = NO_PLAN
+    begun: Collection[int] = ()
 
     @property
     def same_world(self) -> bool:

@@ -93,8 +93,7 @@ class Schedule:
         """Before the restore, what schedulers move in the optimizers that `begins` names, as the code made it."""
         found: dict[int, Settings] = {}
         for at in self.begins(fresh):
-            names = [_OF_SCHEDULERS.union(values) for values in _moved(entries[at], {})]
-            pairs = zip(self._optimizers[at].param_groups, names, strict=True)
+            pairs = zip(self._optimizers[at].param_groups, moved_names(entries[at]), strict=True)
             found[at] = [{name: _copy(group[name]) for name in mine if name in group} for group, mine in pairs]
         return found
 
@@ -118,6 +117,11 @@ class Schedule:
             for group, values in zip(self._optimizers[at].param_groups, settings, strict=True):
                 for name, value in values.items():
                     _put(group, name, value)
+
+
+def moved_names(entry: Mapping[str, Any]) -> list[frozenset[str]]:
+    """By group of a saved optimizer, the settings that go with its schedulers."""
+    return [_OF_SCHEDULERS.union(values) for values in _moved(entry, {})]
 
 
 def _moved(entry: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Settings:

@@ -279,7 +279,8 @@ class TrainState:
         differences = [one for name, piece in given.items() for one in self.pieces[name].differences(piece)]
         optimizers = given.get("optimizer")
         if optimizers is None:
-            return Compared(differences)
+            entries = unpack(SHARED, loaded)["pieces"].get("optimizer", ())
+            return Compared(differences + self._optimizers.following(entries, self._schedule.follows(fresh)))
         moments = {f"model.{fqn}": fqn for fqn in with_moments(optimizers)}
         return Compared(differences, saved_layouts(optimizers), self._optimizers.layouts(), moments)
 
@@ -338,9 +339,9 @@ class TrainState:
         if "gradients" in fresh:
             restored["gradients"] = self._gradients.begin_anew()
         self._schedule.restore(optimizers, loaded, fresh, made)
+        self._optimizers.follow(optimizers, self._schedule.follows(fresh))
         self.loops.left()
-        saved_world_size = next(iter(pieces.values())).saved_world_size
-        return Applied(self.progress.recorded(), restored, saved_world_size)
+        return Applied(self.progress.recorded(), restored, next(iter(pieces.values())).saved_world_size)
 
     def _judge(
         self,
@@ -390,6 +391,7 @@ class TrainState:
                 policy,
                 fresh_of(fresh, name),
                 plan,
+                self._schedule.begins(fresh),
             )
             for name in self.pieces
             if name in shared["pieces"] and name not in fresh
