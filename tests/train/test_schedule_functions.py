@@ -560,3 +560,79 @@ def test_what_a_function_reads_from_an_extra_is_saved_there_and_may_change(store
         assert saves.resume(ResumeOptions()).proved
     assert again.scale == 0.5
     second.capture()
+
+
+# schedulers of one's own
+
+
+class OfItsOwn(rates.LRScheduler):
+    """Its state dict leaves out the function, and a number that it moves."""
+
+    def __init__(self, optimizer: Any, function: Function) -> None:
+        self.function, self.best, self.kept = function, 1.0, 1.0
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        self.best, self.kept = self.best * 0.9, self.kept * 0.9
+        self.late = self.last_epoch
+        return [rate * self.best * self.function(self.last_epoch) for rate in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: one for name, one in vars(self).items() if name not in {"optimizer", "function", "best"}}
+
+
+def of_its_own(function: Function) -> tuple[TrainState, OfItsOwn]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = OfItsOwn(optimizer, function)
+    del scheduler.late
+    return TrainState(model, optimizer, schedulers=scheduler), scheduler
+
+
+def test_a_function_that_a_state_dict_of_ones_own_leaves_out_is_compared(store_url: str) -> None:
+    with Checkpointer(store_url, of_its_own(lambda step: 0.9**step)[0]) as saves:
+        saves.save()
+    with Checkpointer(store_url, of_its_own(lambda step: 0.9**step)[0]) as saves:
+        saves.resume()
+    with Checkpointer(store_url, of_its_own(lambda step: 0.5**step)[0]) as saves:
+        with pytest.raises(Incompatible, match=r"scheduler '0' function: saved sha256"):
+            saves.resume()
+        saves.resume(ResumeOptions(accept={"scheduler:0:functions"}))
+
+
+def test_a_function_that_is_no_schedule_may_keep_what_it_likes() -> None:
+    seen: list[int] = []
+    scheduler = of_its_own(lambda step: 0.9**step)[1]
+    scheduler.function = lambda step: seen.append(step) or 1.0
+    functions = Functions("0", scheduler)
+    assert not seen
+    (why,) = functions.unproved.values()
+    assert why == "changes 'seen' in <lambda>"
+
+
+def test_an_attribute_that_a_state_dict_of_ones_own_leaves_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    state, scheduler = of_its_own(lambda step: 0.9**step)
+    scheduler.optimizer.step()
+    scheduler.step()
+    with caplog.at_level(logging.WARNING):
+        state.capture()
+    (line,) = [line for line in caplog.messages if "not saved" in line]
+    assert "training changes scheduler.0.best. If" in line
+    assert "scheduler's state_dict" in line
+
+
+def test_other_milestones_are_told(store_url: str) -> None:
+    def state(first: int, second: int) -> TrainState:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        parts = [rates.LinearLR(optimizer), rates.MultiStepLR(optimizer, [first, 9])]
+        return TrainState(model, optimizer, schedulers=rates.SequentialLR(optimizer, parts, [second]))
+
+    with Checkpointer(store_url, state(3, 2)) as saves:
+        saves.save()
+    with Checkpointer(store_url, state(4, 5)) as saves:
+        notes = [note for note in saves.resume().notes if "milestones" in note]
+    assert notes == [
+        "state scheduler '0' _milestones, as the code sets it: saved [2], now [5]; the saved one is in force",
+        "state scheduler '0' _schedulers[1].milestones, as the code sets it: saved [3, 9], now [4, 9]; the saved one is in force",
+    ]

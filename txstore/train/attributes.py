@@ -1,4 +1,4 @@
-"""Plain attributes of modules and optimizers, such as a counter that `forward` moves: no state dict holds them.
+"""Plain attributes of modules, optimizers, schedulers, such as a counter that `forward` moves: no state dict has them.
 
 Whether the next step depends on one nobody can tell: a cache is made again, a counter is not. So they are neither
 saved nor refused, but told.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ _ELEMENTS = 2048
 _ANY = object()
 _KEPT = frozenset({"training", "state", "param_groups", "defaults"})
 """Attributes of modules and optimizers that are saved, or made by the code."""
+_NOT_OF_STATE = frozenset({"optimizer", "base_lrs", "last_epoch"})
+"""Attributes of schedulers that a state dict may leave out: what another object has, or the code makes."""
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -46,14 +49,20 @@ class _Answers(dict[type, bool]):
 
 
 class PlainAttributes:
-    """What the attributes of all modules and optimizers were when this was made.
+    """What the attributes of all modules, optimizers and schedulers were when this was made.
 
     Looked at are public attributes of the training's own classes: plain values, tensors that belong to no graph,
-    arrays, and tuples, lists, sets, dicts and deques of them.
+    arrays, and tuples, lists, sets, dicts and deques of them. Of a scheduler, those that its state dict leaves out.
     """
 
-    def __init__(self, models: Models, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+    def __init__(
+        self,
+        models: Models,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        schedulers: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._models = models
+        self._schedulers = {f"scheduler.{name}": one for name, one in schedulers.items()}
         self._optimizers = optimizers
         self._is_own = _Answers(_is_own)
         self._draws = _Answers(lambda kind: issubclass(kind, Generator))
@@ -71,8 +80,8 @@ class PlainAttributes:
             more = f" and {len(moved) - _MOST_TOLD} more" if len(moved) > _MOST_TOLD else ""
             log.warning(
                 "not saved: training changes %s%s. If the next step depends on such an attribute, make it a buffer, or "
-                "give its module get_extra_state and set_extra_state, or put it into the optimizer's state; a resume "
-                "starts with what the constructor sets",
+                "give its module get_extra_state and set_extra_state, or put it into the optimizer's state or the "
+                "scheduler's state_dict; a resume starts with what the constructor sets",
                 ", ".join(moved[:_MOST_TOLD]),
                 more,
             )
@@ -81,6 +90,7 @@ class PlainAttributes:
         yield from self._models.named_modules()
         for at, optimizer in enumerate(self._optimizers):
             yield f"optimizer.{at}", optimizer
+        yield from self._schedulers.items()
 
     def _found(self) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -89,9 +99,10 @@ class PlainAttributes:
         saved = {id(one) for _, module in objects for one in getattr(module, "_buffers", {}).values()}
         for prefix, one in objects:
             is_own = self._is_own[type(one)]
+            kept = _NOT_OF_STATE.union(one.state_dict()) if prefix in self._schedulers else _KEPT  # type: ignore[attr-defined]
             for name, value in vars(one).items():
                 # A generator that came or went is another than the one that is saved, whoever keeps it.
-                if self._draws[type(value)] or (is_own and name not in _KEPT and not name.startswith("_")):
+                if self._draws[type(value)] or (is_own and name not in kept and not name.startswith("_")):
                     mark = _mark(value, saved)
                     if mark is not _ANY:
                         found[f"{prefix}.{name}" if prefix else name] = mark

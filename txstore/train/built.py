@@ -6,6 +6,7 @@ is not in it at all, and a changed learning rate loses to the saved one without 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,8 @@ from txstore.compat.differences import Difference, accept_step
 _MOST_TEXT = 200
 _PLAIN = (bool, int, float, str, type(None))
 _NESTED = frozenset({"_schedulers", "lr_lambdas"})
+_CHOSEN = frozenset({"_milestones"})
+"""Entries that the code chooses though they look private: of a SequentialLR."""
 _NEWER = frozenset({"optimizer"})
 """Facts that older checkpoints do not have: unknown is told, and does not block."""
 _MOVING = frozenset({"last_epoch", "base_lrs"})
@@ -40,7 +43,7 @@ def settings_of(state: Mapping[str, Any], path: str = "") -> dict[str, str]:
         if name in _NESTED:
             for number, part in enumerate(value):
                 found |= settings_of(part, f"{at}[{number}].") if isinstance(part, Mapping) else {}
-        elif not name.startswith("_") and name not in _MOVING and (text := as_text(value)) is not None:
+        elif (name[0] != "_" or name in _CHOSEN) and name not in _MOVING and (text := as_text(value)) is not None:
             found[at] = text
     return found
 
@@ -50,6 +53,7 @@ def as_text(value: Any) -> str | None:
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 and value.device.type != "meta" else None
         return None if value is None else repr(value)
+    value = sorted(value.elements()) if isinstance(value, Counter) else value  # milestones of a MultiStepLR
     is_plain = isinstance(value, _PLAIN) or (
         isinstance(value, list | tuple) and all(isinstance(one, _PLAIN) for one in value)
     )

@@ -32,6 +32,9 @@ _AGAIN = [bisect.bisect_left(PROBED, step) for step in (1, 10, 100, 1_000, 10_00
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, MethodWrapperType, functools.partial)
 """Of these torch saves nothing, or what is of no use. Of other objects it saves the attributes."""
 
+_OF_TORCH = ("]", "scale_fn")
+"""How the paths of functions end that torch's schedulers call with a step. Others may be called for something else."""
+
 _AS_OBJECT = "make it an object with __call__: torch saves its attributes with the scheduler"
 
 
@@ -82,16 +85,17 @@ class Functions:
         if not isinstance(function, _FUNCTIONS):
             return class_of(function)
         reading = reading_of(function)
-        if reading.keeps:
+        if reading.keeps and path.endswith(_OF_TORCH):
             raise UnsupportedValue(
                 f"scheduler {self._name!r} {path}, {_called(function)}, keeps a state that torch does not save: it "
                 f"{reading.keeps}",
                 key=f"scheduler.{self._name}",
                 next_step=_AS_OBJECT,
             )
-        asked = [] if reading.unproved else _ask((function, PROBED))
+        why = reading.keeps or reading.unproved
+        asked = [] if why else _ask((function, PROBED))
         if not asked:
-            self.unproved[f"{path}, {_called(function)}"] = reading.unproved or "draws random numbers"
+            self.unproved[f"{path}, {_called(function)}"] = why or "draws random numbers"
             return _called(function)
         if not _reads_any(reading, saved):
             self._again.append(_Asked(path, scheduler, function, asked[0]))
@@ -128,6 +132,10 @@ def _functions(scheduler: object, path: str) -> Iterator[tuple[str, object, obje
         custom = getattr(scheduler, "_scale_fn_custom", None)
         if custom is not None:
             yield f"{path}scale_fn", scheduler, custom
+    if not type(scheduler).__module__.startswith("torch."):
+        for name, value in getattr(scheduler, "__dict__", {}).items():
+            if isinstance(value, _FUNCTIONS) and not name.startswith("_scale_fn"):
+                yield f"{path}{name}", scheduler, value
     for at, part in enumerate(parts_of(scheduler)):
         yield from _functions(part, f"{path}{at}.")
 

@@ -127,10 +127,10 @@ class TrainState:
         # The streams come last: what is restored before them may draw from them.
         if rng:
             self.pieces["rng"] = RandomStreams(generators)
-        self._attributes = PlainAttributes(self._models, several)
+        moving = {name: one.item for name, one in scoped(schedulers, "scheduler", is_shared=True).items()}
+        self._attributes = PlainAttributes(self._models, several, moving)
         self.history = History()
         self.loops = OldLoops(sources, self.progress)
-        moving = {name: one.item for name, one in scoped(schedulers, "scheduler", is_shared=True).items()}
         self._schedule = Schedule(moving, several)
         facts = Facts(
             self._models,
