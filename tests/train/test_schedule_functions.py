@@ -199,6 +199,7 @@ def readers() -> dict[str, Function]:
         "default": lambda step, most=100: step / most,
         "named tuple": lambda step: step * point.warm,
         "enum": lambda step: 0.9**step if kind is Kind.COSINE else 1.0,
+        "cached": named(functools.lru_cache(lambda step: 0.9**step)),
         "item of a list": [1.0, 0.5].__getitem__,
     }
 
@@ -328,6 +329,24 @@ class Slow:
         return self.value
 
 
+class Logs:
+    def __init__(self, value: float) -> None:
+        LOG.append("made")
+        self.value = value
+
+
+class LogsToo(Logs):
+    """What it does when it is made stands elsewhere."""
+
+
+class Broken:
+    """Answers with an error of its own."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("no class")
+
+
 LOG: list[str] = []
 
 
@@ -336,7 +355,7 @@ def unproved() -> dict[str, Function]:
     array, tensor, generator = np.ones(2), torch.ones(1), np.random.default_rng(0)
     loop, answers, multiplies, defaults, slow = Loop(), Answers(), Multiplies(), Defaults(), Slow()
     numbers, counted, rest = iter([1, 2, 3]), itertools.count(), collections.defaultdict(float)
-    kept, other = [1.0], [2.0]
+    kept, other, broken = [1.0], [2.0], Broken()
 
     def aliased(_: int) -> float:
         one = kept if BASE else other
@@ -383,6 +402,9 @@ def unproved() -> dict[str, Function]:
         "in a loop": in_a_loop,
         "cache": cached,
         "record": lambda _: lowered(slow),
+        "class": lambda step: LogsToo(step).value,
+        "broken": lambda _: len(str(broken)),
+        "unknown name": lambda step: nowhere if step > 700 else 1.0,  # type: ignore[name-defined]  # noqa: F821
     }
 
 

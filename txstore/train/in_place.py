@@ -44,7 +44,7 @@ def _made(made: int, instruction: dis.Instruction, before: str) -> int:
     elif operation == "UNPACK_SEQUENCE" and before == "LOAD_CONST" and made:
         now = made - 1 + count
     elif operation in {"STORE_FAST", "STORE_FAST_STORE_FAST"}:
-        now = max(0, made - len(_stored(instruction)))
+        now = max(0, made - len(stored(instruction)))
     return now
 
 

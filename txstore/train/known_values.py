@@ -33,7 +33,7 @@ _SPECIAL = frozenset((
     "__init__", "__repr__", "__str__", "__eq__", "__ne__", "__hash__", "__post_init__", "__setattr__", "__delattr__",
     "__contains__", "__replace__", "__getstate__", "__setstate__", "__init_subclass__", "__reduce__", "__sizeof__",
 ))
-"""Special methods that a record may have: none is called when it is read."""
+"""Special methods that a record may have: none is called when an attribute is read, and none is there to act."""
 # fmt: on
 _ARRAYS = (np.ndarray, torch.Tensor)
 VALUES = frozenset({list, tuple, dict, set, frozenset, bool, int, float, complex, str, bytes, range, *_ARRAYS})
@@ -83,4 +83,8 @@ def is_record(value: object) -> bool:
     """Whether to read an object runs none of its code."""
     kinds = type(value).__mro__[:-1]
     special = [name for kind in kinds for name, one in vars(kind).items() if isinstance(one, FunctionType)]
-    return hasattr(value, "__dict__") and all(name in _SPECIAL or not name.startswith("__") for name in special)
+    return (
+        hasattr(value, "__dict__")
+        and not callable(value)
+        and all(name in _SPECIAL or not name.startswith("__") for name in special)
+    )

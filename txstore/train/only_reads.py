@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from txstore.errors import describe
 from txstore.train.in_place import change, own_names, stored
 from txstore.train.iterated import is_container, is_plain
 from txstore.train.known_values import OF_VALUES, UNKNOWN, VALUES, attribute_of, is_library, is_record
@@ -58,8 +59,11 @@ class Reading:
 def reading_of(function: Callable[..., Any]) -> Reading:
     """Read the code of a function, and of all that it calls."""
     reader = _Reader()
-    reader.meet(function)
-    return reader.read()
+    try:
+        reader.meet(function)
+        return reader.read()
+    except Exception as error:  # noqa: BLE001 - of objects that answer in their own way: then nothing is proved
+        return Reading(unproved=f"cannot be read ({describe(error)})")
 
 
 class _Reader:
@@ -128,6 +132,8 @@ class _Reader:
             self._method(value.__func__, value.__self__)
         elif isinstance(value, functools.partial):
             self._partial(value)
+        elif isinstance(value, functools._lru_cache_wrapper):  # noqa: SLF001 - what it keeps would be computed again
+            self.meet(value.__wrapped__)
         elif callable(value) and isinstance(type(value).__call__, FunctionType) and not isinstance(value, type):
             self._method(type(value).__call__, value)
         elif is_record(value):
@@ -258,7 +264,9 @@ class _Code:
         reader = self._reader
         if operation in {"LOAD_GLOBAL", "LOAD_NAME"}:
             reader.asked.add((id(self._space), name))
-            self._top, self._chain = self._space.get(name, getattr(builtins, name, None)), name
+            self._top, self._chain = self._space.get(name, getattr(builtins, name, UNKNOWN)), name
+            if self._top is UNKNOWN:
+                reader.may(f"uses {name!r}")
         elif operation in {"LOAD_FAST", "LOAD_DEREF"} and name in self._names:
             reader.asked.add(name)
             self._top, self._chain = self._names[name], name
