@@ -329,6 +329,11 @@ class Slow:
         return self.value
 
 
+class Steady:
+    def lower(self) -> float:
+        return 0.9
+
+
 class Logs:
     def __init__(self, value: float) -> None:
         LOG.append("made")
@@ -354,6 +359,7 @@ def unproved() -> dict[str, Function]:
     """May do more than read, or surely do, without a state that is theirs."""
     array, tensor, generator = np.ones(2), torch.ones(1), np.random.default_rng(0)
     loop, answers, multiplies, defaults, slow = Loop(), Answers(), Multiplies(), Defaults(), Slow()
+    steady = Steady()
     numbers, counted, rest = iter([1, 2, 3]), itertools.count(), collections.defaultdict(float)
     kept, other, broken = [1.0], [2.0], Broken()
 
@@ -368,6 +374,10 @@ def unproved() -> dict[str, Function]:
         return cache[step]
 
     def lowered(one: Slow) -> float:
+        return one.lower()
+
+    def either(step: int) -> float:
+        one = slow if step else steady
         return one.lower()
 
     def in_a_loop(_: int) -> float:
@@ -402,7 +412,8 @@ def unproved() -> dict[str, Function]:
         "in a loop": in_a_loop,
         "cache": cached,
         "record": lambda _: lowered(slow),
-        "class": lambda step: LogsToo(step).value,
+        "either": either,
+        "class": lambda step: 1.0 if LogsToo(step) else 0.0,
         "broken": lambda _: len(str(broken)),
         "unknown name": lambda step: nowhere if step > 700 else 1.0,  # type: ignore[name-defined]  # noqa: F821
     }
@@ -422,6 +433,11 @@ def test_a_function_that_may_do_more_than_read_is_not_asked(name: str, capsys: p
         assert len(functions.unproved) == 1
     assert not LOG
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["numpy", "random", "generator"])
+def test_a_function_that_draws_is_told_so(name: str) -> None:
+    assert reading_of(unproved()[name]).unproved.startswith("draws random numbers by ")
 
 
 @pytest.mark.parametrize("kind", ["cell", "method", "random"])
