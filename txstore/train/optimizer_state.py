@@ -180,7 +180,9 @@ class OptimizerPiece:
     def differences(self, loaded: Loaded) -> list[Difference]:
         """Settings that the code chooses otherwise, and which of the two is in force."""
         of_code = {at: moved_names(loaded.shared[at]) for at in loaded.begun if at < len(loaded.shared)}
-        return self._told((at, entry["settings"], of_code.get(at)) for at, entry in enumerate(loaded.shared))
+        return self._told(
+            (at, entry["settings"], of_code.get(at)) for at, entry in enumerate(loaded.shared[: len(self._set)])
+        )
 
     def following(self, entries: Sequence[Mapping[str, Any]], places: Collection[int]) -> list[Difference]:
         """The same for optimizers that begin anew under a scheduler that is restored: what goes with that is saved."""
