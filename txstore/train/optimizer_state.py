@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from txstore.compat.differences import Difference
 from txstore.compat.layouts import OptimizerLayout, compare_layouts
 from txstore.compat.load_plan import LoadPlan
 from txstore.errors import ConfigError, StateMismatch, TxStoreError, UnsupportedValue
 from txstore.train.built import as_text, class_of, compare_built, in_groups
-from txstore.train.lifted import LiftedTensor, placements_of
+from txstore.train.moments import homeless, placeless, sharded, taken, target
 from txstore.train.names import Models
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 from txstore.train.python_state import flatten, lifted_tensors, unflatten
@@ -90,6 +90,9 @@ class OptimizerPiece:
             found.append(OptimizerLayout(class_of(optimizer), tuple(groups)))
         return found
 
+    def _sharded(self) -> set[str]:
+        return {fqn for fqn, one in self._models.parameters().items() if isinstance(one, DTensor)}
+
     def _names(self) -> dict[int, str]:
         return {id(parameter): fqn for fqn, parameter in self._models.parameters().items()}
 
@@ -105,7 +108,8 @@ class OptimizerPiece:
         for at, (optimizer, layout) in enumerate(zip(self._optimizers, self.layouts(), strict=True)):
             data, lifted = self._flat(at, optimizer)
             groups = [list(group) for group in layout.groups]
-            shared.append({"class": layout.kind, "groups": groups, "state": data, "settings": self._set[at]})
+            entry = {"class": layout.kind, "groups": groups, "state": data, "settings": self._set[at]}
+            shared.append({**entry, "sharded": sorted(self._sharded() & {fqn for group in groups for fqn in group})})
             tensors |= lifted
         return PieceState(shared=shared, tensors=tensors)
 
@@ -140,7 +144,7 @@ class OptimizerPiece:
                         continue
                     if fqn is None:
                         continue  # of a parameter of another pipeline stage; the ranks compare what they ask for
-                tensors[key] = _target(live.get(key), parameters.get(fqn or ""), found.size, found.properties.dtype)
+                tensors[key] = target(live.get(key), parameters.get(fqn or ""), found.size, found.properties.dtype)
         return Targets(tensors, frozenset(left))
 
     def _kept(self, plan: LoadPlan) -> list[frozenset[str]]:
@@ -152,13 +156,32 @@ class OptimizerPiece:
         covered = loaded.plan.parameters.__contains__
         sides = ([one.without(covered) for one in side] for side in (saved_layouts(loaded), self.layouts()))
         problems = [str(one) for one in compare_layouts(*sides)]
-        problems += [] if problems else self._of_several(loaded)
+        problems += [] if problems else [*self._of_several(loaded), *self._homeless(loaded)]
         for entry, kept in zip(loaded.shared, self._kept(loaded.plan), strict=False):
             if loaded.is_complete and not problems:
                 try:
-                    self._unflat(entry["state"], loaded.tensors, kept)
+                    self._unflat(entry, loaded.tensors, kept)
                 except TxStoreError as error:
                     problems.append(str(error))
+        return problems
+
+    def _homeless(self, loaded: Loaded) -> list[str]:
+        """State that cannot be placed beside parameters that are sharded in another way today."""
+        parameters, problems = self._models.parameters(), []
+        for at, (entry, kept) in enumerate(zip(loaded.shared, self._kept(loaded.plan), strict=True)):
+            parts = _parts(entry["state"])
+            were = sharded(parts, entry.get("sharded"))
+            left = [
+                path
+                for fqn, part in parts
+                if fqn in kept
+                for path in homeless(part, parameters[fqn], was_sharded=fqn in were)
+            ]
+            if left:
+                problems.append(
+                    f"optimizer {at} keeps tensors of another shape than their parameters ({len(left)}, such as "
+                    f"{left[0]!r}), and these were sharded in another way when they were saved ({anew('optimizer')})"
+                )
         return problems
 
     def _of_several(self, loaded: Loaded) -> list[str]:
@@ -206,13 +229,18 @@ class OptimizerPiece:
         return [in_groups(one, numbers) for one, numbers in found.items()]
 
     def _unflat(
-        self, data: bytes, tensors: Mapping[str, torch.Tensor], kept: Collection[str]
+        self, entry: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], kept: Collection[str]
     ) -> tuple[list[dict[str, Any]], dict[Any, Any], dict[str, dict[str, Any]]]:
         """Settings by group, state that belongs to no parameter, and state by parameter."""
-        common, parts = unflatten(data, {})
+        common, parts = unflatten(entry["state"], {})
         parameters = self._models.parameters()
-        found = unflatten(common, _taken(common, tensors, None))
-        states = {fqn: unflatten(part, _taken(part, tensors, parameters[fqn])) for fqn, part in parts if fqn in kept}
+        found = unflatten(common, taken(common, tensors, None))
+        were = sharded(parts, entry.get("sharded"))
+        states = {
+            fqn: unflatten(part, taken(part, tensors, parameters[fqn], was_sharded=fqn in were))
+            for fqn, part in parts
+            if fqn in kept
+        }
         return found["groups"], found["own"], states
 
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
@@ -226,7 +254,7 @@ class OptimizerPiece:
         kept: list[str] = []
         names = self._kept(loaded.plan)
         for at, (optimizer, entry) in enumerate(zip(self._optimizers, loaded.shared, strict=True)):
-            settings, own, states = self._unflat(entry["state"], loaded.tensors, names[at])
+            settings, own, states = self._unflat(entry, loaded.tensors, names[at])
             begun = self._begun(optimizer, saved_layouts(loaded)[at], loaded.plan)
             optimizer.state.clear()
             optimizer.state.update(own)
@@ -234,7 +262,7 @@ class OptimizerPiece:
                 optimizer.state[parameters[fqn]] = state
             for group, values in zip(optimizer.param_groups, settings, strict=True):
                 kept += [f"optimizer {at}: {name}" for name in _set_group(group, values, optimizer.defaults)]
-            now, saved = (_of(state, states) for state in (self._flat(at, optimizer)[0], entry["state"]))
+            now, saved = (_values(state, states) for state in (self._flat(at, optimizer)[0], entry["state"]))
             optimizer.state.update(begun)
             if not kept and now != saved:
                 raise StateMismatch(f"optimizer {at} does not take the saved state", key=f"optimizer.{at}")
@@ -265,10 +293,10 @@ def _parts(data: bytes) -> list[list[Any]]:
     return parts
 
 
-def _of(data: bytes, parameters: Collection[str]) -> tuple[bytes, list[list[Any]]]:
-    """One optimizer as bytes, but for the state of other parameters."""
+def _values(data: bytes, parameters: Collection[str]) -> tuple[bytes, list[tuple[str, bytes]]]:
+    """One optimizer as bytes, wherever its tensors lie, but for the state of other parameters."""
     common, parts = unflatten(data, {})
-    return common, [[fqn, part] for fqn, part in parts if fqn in parameters]
+    return common, [(fqn, placeless(part)) for fqn, part in parts if fqn in parameters]
 
 
 def _largest(part: bytes) -> int:
@@ -329,43 +357,6 @@ def _parameter_of(key: str, parameters: Collection[str]) -> str | None:
         if fqn in parameters:
             return fqn
     return None
-
-
-def _target(
-    live: torch.Tensor | None, parameter: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
-) -> torch.Tensor:
-    if live is not None and live.shape == shape and live.dtype == dtype:
-        return live
-    if parameter is not None and parameter.shape == shape and shape.numel() > 1:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    # A step, or a factored moment: small, so every rank loads all of it and cuts out its part.
-    return torch.empty(shape, dtype=dtype)
-
-
-def _taken(data: bytes, tensors: Mapping[str, torch.Tensor], parameter: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    taken = {}
-    for path, lifted in lifted_tensors(data).items():
-        if path not in tensors:
-            raise StateMismatch(f"{path!r} was not loaded", key=path)
-        taken[path] = _placed(tensors[path], lifted, parameter)
-    return taken
-
-
-def _placed(tensor: torch.Tensor, lifted: LiftedTensor, parameter: torch.Tensor | None) -> torch.Tensor:
-    """A loaded tensor on the device, and in the parts, in which the optimizer had it."""
-    if isinstance(tensor, DTensor):
-        return tensor if lifted.placements is not None else tensor.full_tensor()
-    if lifted.placements is not None:
-        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != len(lifted.placements):
-            raise StateMismatch(
-                f"{lifted.path!r} was saved in {len(lifted.placements)} dimensions of a mesh, its parameter not",
-                key=lifted.path,
-            )
-        mesh = parameter.device_mesh
-        return distribute_tensor(tensor.to(mesh.device_type), mesh, placements_of(lifted), src_data_rank=None)
-    if lifted.on_cpu or parameter is None:
-        return tensor
-    return tensor.to(parameter.device)
 
 
 def _set_group(group: dict[str, Any], saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
