@@ -161,7 +161,7 @@ def find(store: Store, checkpoint: str) -> Decision:
     raise CheckpointNotFound(
         f"no committed checkpoint {checkpoint} in {store.url}",
         key=checkpoint,
-        next_step="txstore ls shows what there is",
+        next_step=f"txstore ls {store.url} --all shows what there is",
     )
 
 

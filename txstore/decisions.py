@@ -202,5 +202,5 @@ def gone(store: Store, decision: Decision, key: str) -> CheckpointRetired | Inte
     return IntegrityError(
         f"an object of committed checkpoint {name} is missing",
         key=key,
-        next_step=f"txstore verify names all damage; load an earlier checkpoint or restore {key}",
+        next_step=f"txstore verify {store.url} --all names all damage; load an earlier checkpoint or restore {key}",
     )

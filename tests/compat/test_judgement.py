@@ -110,7 +110,7 @@ PLANTED = {
     },
     "fingerprint-unsaved": ("fingerprint", 3, "tokenizer: saved not recorded", {"saved": without("fingerprints", TOKENIZER)}, "fingerprint:tokenizer"),
     "fingerprint-gone": ("fingerprint", 3, "now not recorded", {"today": without("fingerprints", MODEL_CONFIG)}, "fingerprint:model_config"),
-    "fingerprint-unknown-word": ("fingerprint", 3, "tokenizer: saved not recorded, now not recorded", {"saved": fingerprints(tokenizer=UNKNOWN), "today": fingerprints(tokenizer=UNKNOWN)}, "fingerprint:tokenizer"),
+    "fingerprint-unknown-word": ("fingerprint", 3, "tokenizer: saved unknown, now unknown", {"saved": fingerprints(tokenizer=UNKNOWN), "today": fingerprints(tokenizer=UNKNOWN)}, "fingerprint:tokenizer"),
     "fingerprint-of-the-user": ("fingerprint", 3, "reward_model: saved not", {"today": fingerprints(reward_model=FP)}, "fingerprint:reward_model"),
     "required": ("fingerprint", 3, "reward_model: saved not recorded, now not", {"required": ["reward_model"]}, "fingerprint:reward_model"),
     "required-code": ("fingerprint", None, "code_version: saved", {"today": fingerprints(code_version=FP), "required": [CODE_VERSION]}, "fingerprint:code_version"),

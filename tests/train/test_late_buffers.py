@@ -231,10 +231,28 @@ def test_frozen_parameters_that_changed_are_told_with_what_to_do(store_url: str)
     run.module.linear.bias.requires_grad_(False)  # type: ignore[union-attr]
     run.save(store_url)
     other = Run(one())
-    with pytest.raises(
-        StateMismatch,
-        match=r"\['linear.bias'\] was frozen, and trained here: call requires_grad_\(False\) on them before resume\(\)",
-    ):
+    text = (
+        r"parameters linear.bias: saved frozen, now trained\s+next: call requires_grad_\(False\) on them before resume"
+    )
+    with pytest.raises(Incompatible, match=text):
         other.resume(store_url)
     other.module.linear.bias.requires_grad_(False)  # type: ignore[union-attr]
     assert other.resume(store_url).proved
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_run_that_thaws_goes_on_at_every_start_of_one_script(frozen: bool, store_url: str) -> None:
+    """Frozen before the resume and trained after it, or trained all along: the first start is like the others."""
+    run = Run(one())
+    run.module.linear.bias.requires_grad_(False)  # type: ignore[union-attr]
+    run.save(store_url)
+    for start in range(3):
+        again = Run(one())
+        again.module.linear.bias.requires_grad_(not frozen)  # type: ignore[union-attr]
+        with Checkpointer(store_url, again.state) as saves:
+            report = saves.resume(ResumeOptions(accept={"trained"}))
+            assert report.proved
+            assert len(report.accepted) == (start > 0 or not frozen), "recorded once it differs"
+            again.module.linear.bias.requires_grad_()  # type: ignore[union-attr]
+            again.state.progress.global_step += 1
+            saves.save()

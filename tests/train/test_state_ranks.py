@@ -228,7 +228,7 @@ def test_another_number_of_ranks_loads_every_shard(pool: Pool, store_url: str) -
     for world in (1, 3):
         loaded = pool.run(world, load_sharded, store_url)
         for refusal, state, _, left, saved_world in loaded:
-            assert f"2 ranks saved their random streams, there are {world}" in refusal
+            assert f"random streams: saved of world size 2, now of world size {world}" in refusal
             assert left == []
             assert saved_world == 2
             assert state == {key: value for key, value in saved[0].items() if key in state}

@@ -144,10 +144,10 @@ def compare_fingerprints(
     """
     found = []
     for name in sorted({*saved, *today, *required}):
-        was, now = (None if side.get(name) == UNKNOWN else side.get(name) for side in (saved, today))
-        if was == now and was is not None:
+        was, now = saved.get(name), today.get(name)
+        is_unknown = bool({was, now} & {None, UNKNOWN})
+        if was == now and not is_unknown:
             continue
-        is_unknown = was is None or now is None
         accept_as = f"fingerprint:{name}" if is_unknown or name in ACCEPTABLE else ""
         step = accept_step(accept_as) if accept_as else f"a migration that covers the fingerprint {name!r}"
         is_reported = name in REPORTED and name not in required

@@ -66,6 +66,12 @@ class Judgement:
         return tuple(one for one in self.differences if one.verdict == "accepted")
 
     @property
+    def overrides(self) -> tuple[str, ...]:
+        """What was accepted, with both values, in words; of keys, which a migration may have thousands of, none."""
+        found = (one for one in self.accepted if one.kind not in _OF_KEYS)
+        return tuple(f"{one}: in force by {one.by}, which accepts any other value as well" for one in found)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What blocks nothing and should be known."""
         return (*(_told(one) for one in self.differences if one.verdict == "noted"), *self.remarks)
@@ -186,7 +192,7 @@ def judge(
             *_remarks(saved, today),
             *_in_vain(accept, settled, [one for one in chosen if one not in migrated.used]),
             *(
-                ["not compared, since neither side gives them: optimizer layouts"]
+                ["optimizer layouts were not compared: they begin anew, or the Python state was not read"]
                 if saved_layouts is today_layouts is None
                 else []
             ),
@@ -273,6 +279,8 @@ def _near_misses(migrated: Migrated) -> list[str]:
     missing, unexpected = ([one.name for one in migrated.left if one.kind == kind] for kind in _UNPAIRED)
     return near_misses(missing, unexpected) if missing and unexpected else []
 
+
+_OF_KEYS = frozenset({"missing_key", "unexpected_key", "dtype", "shape", "migrated_key", "parameter"})
 
 _UNPAIRED = ("missing_key", "unexpected_key")
 

@@ -55,21 +55,24 @@ def compare_layouts(
         return [Difference("optimizer", "layout", was, now, change_class=3, accept_as=LAYOUT, next_step=step)]
     found: list[Difference] = []
     if len(saved) != len(today):
-        found.append(_optimizer("count", _count(len(saved), "optimizer"), _count(len(today), "optimizer")))
+        surplus = [f"optimizer:{number}" for number in range(*sorted((len(saved), len(today))))]
+        found.append(_optimizer("count", _count(len(saved), "optimizer"), _count(len(today), "optimizer"), surplus))
     for number, (before, after) in enumerate(zip(saved, today, strict=False)):
-        if before.kind != after.kind:
-            found.append(_optimizer(f"{number} class", before.kind, after.kind))
+        anew = ["optimizer" if len(saved) == len(today) == 1 else f"optimizer:{number}"]
         if len(before.groups) != len(after.groups):
-            counts = (_count(len(side.groups), "group") for side in (before, after))
-            found.append(_optimizer(f"{number} groups", *counts))
-        found += _parameters(before, after, f"optimizer {number}")
+            anew.append("scheduler")  # one that is restored moves settings of each group
+            was, now = (_count(len(side.groups), "group") for side in (before, after))
+            found.append(_optimizer(f"{number} groups", was, now, anew))
+        if before.kind != after.kind:
+            found.append(_optimizer(f"{number} class", before.kind, after.kind, anew))
+        found += _parameters(before, after, f"optimizer {number}", anew)
     return found
 
 
-def _parameters(before: OptimizerLayout, after: OptimizerLayout, where: str) -> list[Difference]:
+def _parameters(before: OptimizerLayout, after: OptimizerLayout, where: str, anew: Sequence[str]) -> list[Difference]:
     was, now = ({n: g for g, group in enumerate(side.groups) for n in group} for side in (before, after))
     found = [
-        _parameter(name, _place(where, was.get(name)), _place(where, now.get(name)))
+        _parameter(name, _place(where, was.get(name)), _place(where, now.get(name)), anew)
         for name in dict.fromkeys([*was, *now])
         if was.get(name) != now.get(name)
     ]
@@ -80,29 +83,30 @@ def _parameters(before: OptimizerLayout, after: OptimizerLayout, where: str) -> 
         for place, (had, has) in enumerate(order):
             if had != has:
                 spot = f"place {place} of {where}, group {number}"
-                found.append(_parameter(had, spot, f"{has} is there"))
+                found.append(_parameter(had, spot, f"{has} is there", anew))
     return found
 
 
-def _optimizer(name: str, saved: str, now: str) -> Difference:
-    return Difference(
-        "optimizer",
-        name,
-        saved,
-        now,
-        change_class=3,
-        next_step="the one that saved, or begin it anew: fresh={'optimizer'}",
+def _optimizer(name: str, saved: str, now: str, anew: Sequence[str]) -> Difference:
+    step = f"as it was saved, or begin it anew: {_fresh(anew)}"
+    return Difference("optimizer", name, saved, now, change_class=3, next_step=step)
+
+
+def _parameter(name: str, saved: str, now: str, anew: Sequence[str]) -> Difference:
+    step = f"build the groups as saved, {_covered(anew)}"
+    return Difference("parameter", name, saved, now, change_class=3, next_step=step)
+
+
+def _fresh(anew: Sequence[str]) -> str:
+    with_scheduler = ", with the schedulers, which move settings of each group" if "scheduler" in anew else ""
+    return f"fresh={{{', '.join(map(repr, anew))}}}{with_scheduler}"
+
+
+def _covered(anew: Sequence[str] = ("optimizer",)) -> str:
+    return (
+        "a migration whose parameters= covers this parameter (what is new begins without moments), "
+        f"or begin the whole optimizer anew: {_fresh(anew)}"
     )
-
-
-def _parameter(name: str, saved: str | None, now: str | None) -> Difference:
-    return Difference("parameter", name, saved, now, change_class=3, next_step=f"build the groups as saved, {_COVERED}")
-
-
-_COVERED = (
-    "a migration whose parameters= covers this parameter (what is new begins without moments), "
-    "or begin the whole optimizer anew: fresh={'optimizer'}"
-)
 
 
 def compare_values(made: Mapping[str, str]) -> list[Difference]:
@@ -115,7 +119,7 @@ def compare_values(made: Mapping[str, str]) -> list[Difference]:
     """
     saved = "its value, and moments of it"
     return [
-        Difference("parameter", name, saved, what, change_class=3, next_step=_COVERED) for name, what in made.items()
+        Difference("parameter", name, saved, what, change_class=3, next_step=_covered()) for name, what in made.items()
     ]
 
 

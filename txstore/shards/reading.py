@@ -107,7 +107,7 @@ class BlockReader:
             )
         with self._lock:
             self.bytes_read += count
-        verify_blocks(file, start, buffer)
+        verify_blocks(file, start, buffer, self._store.url)
 
     def verify(self, number: int, start: int, buffer: memoryview) -> None:
         """As `read_blocks`, for whole blocks that came another way.
@@ -115,7 +115,7 @@ class BlockReader:
         Raises:
             IntegrityError: They differ from what was committed.
         """
-        verify_blocks(self._files[number], start, buffer)
+        verify_blocks(self._files[number], start, buffer, self._store.url)
 
 
 def serve(parts: Iterable[Wanted], start: int, data: memoryview) -> None:
@@ -128,8 +128,8 @@ def serve(parts: Iterable[Wanted], start: int, data: memoryview) -> None:
             part.deliver(view)
 
 
-def verify_blocks(file: FileRecord, start: int, data: memoryview) -> None:
-    """Check whole blocks against the index; `start` is the file offset of `data`, on a block boundary.
+def verify_blocks(file: FileRecord, start: int, data: memoryview, root: str) -> None:
+    """Check whole blocks against the index; `start` is the file offset of `data`, on a block boundary; `root` is told.
 
     Raises:
         IntegrityError: Names the shard and the first damaged block.
@@ -142,7 +142,7 @@ def verify_blocks(file: FileRecord, start: int, data: memoryview) -> None:
             raise IntegrityError(
                 f"block {first + number} (bytes from {(first + number) * BLOCK_BYTES}) fails its checksum",
                 key=file.key,
-                next_step="txstore verify --depth full names all damage; load an earlier checkpoint",
+                next_step=f"txstore verify {root} --all --depth full names all damage; load an earlier checkpoint",
             )
 
 

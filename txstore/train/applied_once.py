@@ -10,6 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from msgspec.structs import replace
+
+from txstore.errors import TxStoreError
+from txstore.manifest import Description
+
 _FRESH = "fresh "
 _FORMERLY = "formerly fresh "
 
@@ -27,6 +32,21 @@ def recorded(fresh: Collection[str], accepted: Iterable[str]) -> list[str]:
         for one in accepted
     )
     return list(dict.fromkeys([*past, *names]))
+
+
+def on_record(run: Description, accepted: tuple[str, ...] | None) -> Description:
+    """A run, with what resumes of its state have accepted, through whichever checkpointer; None if there were none."""
+    return run if accepted is None else replace(run, accepted=accepted)
+
+
+def tell(error: TxStoreError, done: Collection[str], checkpoint: str) -> None:
+    """Say in an error that advises what is done how to do it once more."""
+    again = sorted(name for name in done if repr(name) in str(error))
+    if again:
+        error.next_step += (
+            f"; {', '.join(map(repr, again))} in fresh was applied by an earlier resume: to begin it anew once more, "
+            f"give checkpoint={checkpoint!r} beside it, for one start"
+        )
 
 
 def note(name: str, checkpoint: str) -> str:

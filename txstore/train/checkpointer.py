@@ -28,6 +28,7 @@ from txstore.manifest import Decision, Description
 from txstore.retry import RetryPolicy
 from txstore.store import Store
 from txstore.train import exit_guard
+from txstore.train.applied_once import on_record
 from txstore.train.captured import Captured, refuse_unequal
 from txstore.train.choice import examine
 from txstore.train.exchange import Exchange, raise_first, typed
@@ -191,7 +192,7 @@ class Checkpointer:
         request = Request(
             handle=handle,
             snapshot=snapshot,
-            description=replace(self.description, progress=captured.progress),
+            description=replace(on_record(self.description, self.state.accepted), progress=captured.progress),
             overwrite=self._overwrite or self._lineage.overwrites(handle.checkpoint, captured.progress),
             tell=self._teller.ended,
             requested_s=requested_s,
@@ -257,19 +258,19 @@ class Checkpointer:
             store=self.store,
             state=self.state,
             exchange=self._front,
-            today=self.description,
+            today=on_record(self.description, self.state.accepted),
             options=options,
             teller=self._teller,
             deadline_s=self.policy.deadline_s,
         )
         report = resume.run()
         passed_over = tuple(one.checkpoint for one in report.fell_back)
-        origin = Origin(resume.decision, options.checkpoint is not None, passed_over)
+        origin = Origin(resume.decision, options.checkpoint is not None, passed_over, resume.counts_anew)
         self._lineage.resumed(origin, self.state.progress.recorded())
         self._ledger.goes_on_from(-1 if report.step is None else report.step)
         if resume.decision is not None:
             self._writer.know(resume.decision)
-        self.description = replace(self.description, accepted=tuple(report.accepted))
+        self.state.accepted = tuple(report.accepted)
         if not report.fresh:
             window, policy = tuple(self.state.history), self._proof_policy
             self.state.watch = ProofWatch(report, window, policy, self.state.start, self._teller.proved)

@@ -38,7 +38,7 @@ def choose(store: Store, checkpoint: str | None, damaged: Collection[SlotName] =
         raise IntegrityError(
             f"all {len(damaged)} committed checkpoints are damaged",
             key=store.url,
-            next_step="txstore verify names what is wrong; restore the objects from a copy",
+            next_step=f"txstore verify {store.url} --all names what is wrong; restore the objects from a copy",
         ) from None
 
 

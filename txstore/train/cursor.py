@@ -229,6 +229,8 @@ class CursorPiece(StatefulPiece):
                 loader.refuse_unrepeatable(name, one.item)
                 tell_of_draws(name, one.item, saved)
 
+    across_ranks = "as many ranks as saved it; with an ElasticBatchSampler all ranks share one cursor, for any number"
+
     def state_of(self, name: str) -> Any:
         """The state of one loader.
 

@@ -54,7 +54,7 @@ def agreed(told: Sequence[Sequence[Fate]]) -> list[Fate]:
     return [min(of_all, key=_doubt) for of_all in zip(*told, strict=True)]
 
 
-def with_fates(error: TxStoreError, fates: Sequence[Fate]) -> TxStoreError:
+def with_fates(error: TxStoreError, fates: Sequence[Fate], root: str) -> TxStoreError:
     """The error for saves that did not end in time.
 
     Returns:
@@ -71,7 +71,8 @@ def with_fates(error: TxStoreError, fates: Sequence[Fate]) -> TxStoreError:
     kind: type[TxStoreError] = DeadlineExceeded
     next_step = "look at the log of that rank and at its storage; start again, and resume"
     if any(fate.unknown for fate in fates):
-        kind, next_step = CommitUnknown, "nothing was deleted; `txstore ls URL --all` tells; start again, and resume"
+        kind = CommitUnknown
+        next_step = f"nothing was deleted; `txstore ls {root} --all` tells; start again, and resume"
     return kind("; ".join(told), key=error.key, rank=error.rank, next_step=next_step)
 
 

@@ -108,7 +108,7 @@ class GradientsPiece:
             elif loaded.is_complete and kind != "none" and _key(fqn, kind, loaded.place) not in loaded.tensors:
                 problems.append(f"the gradient of {fqn!r} was not loaded")
             elif kind != "none" and isinstance(parameters[fqn], DTensor) != (kind == "sharded"):
-                problems.append(f"{fqn!r} is sharded on one side only")
+                problems.append(f"{fqn!r} is sharded on one side only ({anew('gradients')})")
         return problems
 
     def differences(self, loaded: Loaded) -> list[Difference]:  # noqa: ARG002 - the signature of a piece

@@ -226,7 +226,7 @@ class Ledger:
             fates = agreed(self._front.gather("what became of the saves", fates))
         except TxStoreError as silent:
             log.warning("the ranks could not agree on what became of the saves: %s", silent)
-        error = with_fates(late, fates)
+        error = with_fates(late, fates, self._writer.store.url)
         for request, fate in zip(self._requests, fates, strict=True):
             request.settle(fate.decision, error)
         return error
@@ -240,7 +240,7 @@ class Ledger:
             if not self._ends(request):
                 left = waiting[number:]
                 fates = give_up(self._writer, left, self._front)
-                error = with_fates(self._stuck_at(request), fates)
+                error = with_fates(self._stuck_at(request), fates, self._writer.store.url)
                 for one, fate in zip(left, fates, strict=True):
                     one.settle(fate.decision, error)
                 told.append(str(error))

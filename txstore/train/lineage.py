@@ -24,11 +24,13 @@ class Origin:
         decision: The commit; None if there was none.
         pinned: Whether the caller named it, so that it may be older than the newest.
         passed_over: Newer checkpoints that are damaged.
+        counts_anew: Whether the counters were not restored.
     """
 
     decision: Decision | None
     pinned: bool = False
     passed_over: tuple[str, ...] = ()
+    counts_anew: bool = False
 
 
 class Lineage:
@@ -69,6 +71,12 @@ class Lineage:
         if not self._looked:
             self._newest = self._exchange.decide("newest checkpoint", self._look)
             self._looked = True
+        if self._origin and self._origin.decision and self._origin.counts_anew:
+            raise NotNewest(
+                f"the counters began anew, and {self._store.url} counts on from {self._origin.decision.checkpoint}",
+                key=self._origin.decision.checkpoint,
+                next_step="save to a root of its own: resume there first, and from this one if that is empty",
+            )
         if self._newest is not None and step < self._newest[0]:
             raise NotNewest(
                 f"{checkpoint} is older than {self._newest[1]}: the next resume would not take it",

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from txstore.compat.key_tables import KeyTable
+from txstore.compat.key_tables import KeyTable, TensorFact
 from txstore.compat.load_plan import LoadPlan
 from txstore.errors import StateMismatch
 
@@ -74,3 +74,18 @@ class MigratedLoad:
             if isinstance(live, DTensor):
                 made = distribute_tensor(made.to(live.device), live.device_mesh, live.placements, src_data_rank=None)
             live.copy_(made)
+
+
+def saved_table(metadata: Metadata) -> KeyTable:
+    """Dtype and shape of the saved tensors that are judged by table; the other pieces of state compare their own."""
+    return {
+        key: TensorFact(str(found.properties.dtype), tuple(found.size))
+        for key, found in metadata.state_dict_metadata.items()
+        if key.startswith("model.") and isinstance(found, TensorStorageMetadata)
+    }
+
+
+def unknown_after(plan: LoadPlan) -> set[str]:
+    """What migrations leave unknown of the saved facts, as `TrainState.validate` calls it."""
+    unknown = {"model": plan.changes_keys, "moments": bool(plan.parameters), "migration": bool(plan.keys)}
+    return {name for name, is_so in unknown.items() if is_so}

@@ -18,10 +18,10 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from txstore.compat.differences import Difference
+from txstore.compat.differences import Difference, accept_step
 from txstore.errors import UnsupportedValue
 from txstore.train.names import Models
-from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.piece import TRAINED, Loaded, PieceState, Place, SavedKeys, Targets
 from txstore.train.shared_memory import SharedMemory
 from txstore.train.temporary import LATE, PREFIX, SavedBuffers, TemporaryBuffers, others
 
@@ -115,20 +115,9 @@ class ModelPiece:
         return Targets(tensors, theirs | others(saved, as_saved) | left, tuple(problems))
 
     def problems(self, loaded: Loaded) -> list[str]:
-        """Other parameters are trained than were, or other modules have extra state."""
-        saved, trained, extra = loaded.shared, self._trained(), self._saved(loaded.place)[1]
+        """Other modules have extra state."""
+        saved, extra = loaded.shared, self._saved(loaded.place)[1]
         problems = self.temporary.problems(self._buffers(loaded))
-        # Parameters that only one side has are judged by their keys, and may be a migration's.
-        both = saved["trained"].keys() & trained.keys()
-        for was in (True, False):
-            differing = sorted(fqn for fqn in both if trained[fqn] != saved["trained"][fqn] == was)
-            if differing:
-                was_so, is_so = ("trained", "frozen") if was else ("frozen", "trained")
-                problems.append(
-                    f"other parameters require gradients than when it was saved: {differing[:_SHOWN]} "
-                    f"{'were' if len(differing) > 1 else 'was'} {was_so}, and {is_so} here: call requires_grad_({was}) "
-                    "on them before resume(), and if the change is meant, change them after it"
-                )
         differing = sorted(
             name for name in saved["extra"].keys() ^ extra.keys() if not loaded.plan.covers(f"model.{name}")
         )
@@ -140,8 +129,8 @@ class ModelPiece:
         return problems
 
     def differences(self, loaded: Loaded) -> list[Difference]:
-        """Buffers that today's code makes in another way; modes that the saved ones override; buffers left behind."""
-        found = self.temporary.differences(self._buffers(loaded))
+        """Parameters that are trained on one side only; buffers made otherwise, or left behind; other modes."""
+        found = [*self._frozen(loaded.shared["trained"]), *self.temporary.differences(self._buffers(loaded))]
         now = self._models.modes()
         for model in sorted(now.keys() | loaded.own["modes"].keys()):
             was, value = (_mode(modes.get(model)) for modes in (loaded.own["modes"], now))
@@ -150,6 +139,19 @@ class ModelPiece:
         if not loaded.same_world and self._has_plain_buffers():
             ranks = f"one for each of {loaded.saved_world_size} ranks"
             found.append(Difference("state", "model buffers", ranks, "rank 0's, on every rank", verdict="noted"))
+        return found
+
+    def _frozen(self, saved: Mapping[str, bool]) -> list[Difference]:
+        trained, found = self._trained(), []
+        for was in (True, False):
+            # Parameters that only one side has are judged by their keys, and may be a migration's.
+            names = sorted(fqn for fqn in saved.keys() & trained.keys() if trained[fqn] != saved[fqn] == was)
+            if names:
+                shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
+                sides = ("trained", "frozen") if was else ("frozen", "trained")
+                step = f"call requires_grad_({was}) on them before resume(); {accept_step(TRAINED)}, at every start"
+                what = f"parameters {shown}"
+                found.append(Difference("state", what, *sides, change_class=3, accept_as=TRAINED, next_step=step))
         return found
 
     def _buffers(self, loaded: Loaded) -> SavedBuffers:

@@ -23,13 +23,15 @@ from txstore.train.moments import homeless, placeless, sharded, taken, target
 from txstore.train.names import Models
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 from txstore.train.python_state import flatten, lifted_tensors, unflatten
-from txstore.train.schedule import moved_names
+from txstore.train.schedule import moved_names, set_group
+
+_NOTHING = OptimizerLayout("", ())
 
 _HOOKED = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
 def optimizers_in(given: object) -> list[torch.optim.Optimizer]:
-    """One optimizer, several, or several by name. The names are not kept: its state lies under the parameters' names.
+    """One optimizer, several, or several by name. The names are not kept: each is called by its place.
 
     Raises:
         ConfigError: Something else, or one twice: its state would lie under two keys, and be restored twice.
@@ -154,49 +156,66 @@ class OptimizerPiece:
     def problems(self, loaded: Loaded) -> list[str]:
         """Another optimizer, or other parameters in its groups, or state that the checkpoint does not hold."""
         covered = loaded.plan.parameters.__contains__
-        sides = ([one.without(covered) for one in side] for side in (saved_layouts(loaded), self.layouts()))
+        sides = ([one.without(covered) for one in side] for side in self.compared(loaded))
         problems = [str(one) for one in compare_layouts(*sides)]
+        numbers = {*map(str, range(max(len(loaded.shared), len(self._optimizers))))}
+        nowhere = sorted(loaded.fresh - numbers)
+        problems += [f"optimizer {name!r} is named in fresh, and neither side has it" for name in nowhere]
         problems += [] if problems else [*self._of_several(loaded), *self._homeless(loaded)]
-        for entry, kept in zip(loaded.shared, self._kept(loaded.plan), strict=False):
+        kept = self._kept(loaded.plan)
+        for at, entry in _restored(loaded).items():
             if loaded.is_complete and not problems:
                 try:
-                    self._unflat(entry, loaded.tensors, kept)
+                    self._unflat(entry, loaded.tensors, kept[at])
                 except TxStoreError as error:
                     problems.append(str(error))
         return problems
 
+    def compared(self, loaded: Loaded) -> tuple[list[OptimizerLayout], list[OptimizerLayout]]:
+        """The layouts in a checkpoint, and today's; an optimizer that is left fresh is an empty one on both sides."""
+        sides = saved_layouts(loaded), self.layouts()
+        for number in filter(str.isdecimal, loaded.fresh):
+            if int(number) < max(map(len, sides)):
+                for side in sides:
+                    side[int(number) : int(number) + 1] = [_NOTHING]
+        return sides
+
+    def _anew(self, at: int) -> str:
+        return anew("optimizer" if len(self._optimizers) == 1 else f"optimizer:{at}")
+
     def _homeless(self, loaded: Loaded) -> list[str]:
         """State that cannot be placed beside parameters that are sharded in another way today."""
         parameters, problems = self._models.parameters(), []
-        for at, (entry, kept) in enumerate(zip(loaded.shared, self._kept(loaded.plan), strict=True)):
+        kept = self._kept(loaded.plan)
+        for at, entry in _restored(loaded).items():
             parts = _parts(entry["state"])
             were = sharded(parts, entry.get("sharded"))
             left = [
                 path
                 for fqn, part in parts
-                if fqn in kept
+                if fqn in kept[at]
                 for path in homeless(part, parameters[fqn], was_sharded=fqn in were)
             ]
             if left:
                 problems.append(
                     f"optimizer {at} keeps tensors of another shape than their parameters ({len(left)}, such as "
-                    f"{left[0]!r}), and these were sharded in another way when they were saved ({anew('optimizer')})"
+                    f"{left[0]!r}), and these were sharded in another way when they were saved ({self._anew(at)})"
                 )
         return problems
 
     def _of_several(self, loaded: Loaded) -> list[str]:
         """State that lies under one parameter and may be of others too, as LBFGS has it, when those have changed."""
         parameters, problems = self._models.parameters(), []
-        layouts = zip(saved_layouts(loaded), self.layouts(), strict=True)
-        for entry, kept, (before, after) in zip(loaded.shared, self._kept(loaded.plan), layouts, strict=True):
-            names = [{fqn for group in side.groups for fqn in group} for side in (before, after)]
+        layouts, kept = list(zip(*self.compared(loaded), strict=True)), self._kept(loaded.plan)
+        for at, entry in _restored(loaded).items():
+            names = [{fqn for group in side.groups for fqn in group} for side in layouts[at]]
             if names[0] == names[1] and not loaded.plan.anew & names[1]:
                 continue
             problems += [
-                f"{before.kind} keeps more numbers under {fqn!r} than it has, perhaps of parameters that a migration "
-                f"changes ({anew('optimizer')})"
+                f"{entry['class']} keeps more numbers under {fqn!r} than it has, perhaps of parameters that a "
+                f"migration changes ({self._anew(at)})"
                 for fqn, part in _parts(entry["state"])
-                if fqn in kept and _largest(part) > max(parameters[fqn].numel(), 1)
+                if fqn in kept[at] and _largest(part) > max(parameters[fqn].numel(), 1)
             ]
         return problems
 
@@ -204,7 +223,7 @@ class OptimizerPiece:
         """Settings that the code chooses otherwise, and which of the two is in force."""
         of_code = {at: moved_names(loaded.shared[at]) for at in loaded.begun if at < len(loaded.shared)}
         return self._told(
-            (at, entry["settings"], of_code.get(at)) for at, entry in enumerate(loaded.shared[: len(self._set)])
+            (at, entry["settings"], of_code.get(at)) for at, entry in _restored(loaded).items() if at < len(self._set)
         )
 
     def following(self, entries: Sequence[Mapping[str, Any]], places: Collection[int]) -> list[Difference]:
@@ -253,7 +272,8 @@ class OptimizerPiece:
         moments = groups = 0
         kept: list[str] = []
         names = self._kept(loaded.plan)
-        for at, (optimizer, entry) in enumerate(zip(self._optimizers, loaded.shared, strict=True)):
+        for at, entry in _restored(loaded).items():
+            optimizer = self._optimizers[at]
             settings, own, states = self._unflat(entry, loaded.tensors, names[at])
             begun = self._begun(optimizer, saved_layouts(loaded)[at], loaded.plan)
             optimizer.state.clear()
@@ -261,7 +281,7 @@ class OptimizerPiece:
             for fqn, state in states.items():
                 optimizer.state[parameters[fqn]] = state
             for group, values in zip(optimizer.param_groups, settings, strict=True):
-                kept += [f"optimizer {at}: {name}" for name in _set_group(group, values, optimizer.defaults)]
+                kept += [f"optimizer {at}: {name}" for name in set_group(group, values, optimizer.defaults)]
             now, saved = (_values(state, states) for state in (self._flat(at, optimizer)[0], entry["state"]))
             optimizer.state.update(begun)
             if not kept and now != saved:
@@ -282,9 +302,14 @@ class OptimizerPiece:
         }
 
 
-def with_moments(loaded: Loaded) -> set[str]:
-    """The parameters of which a checkpoint's optimizers have state."""
-    return {fqn for entry in loaded.shared for fqn, _ in _parts(entry["state"])}
+def with_moments(loaded: Loaded) -> dict[str, str]:
+    """By key, the parameters of which a checkpoint's optimizers have state that would be restored."""
+    return {f"model.{fqn}": fqn for entry in _restored(loaded).values() for fqn, _ in _parts(entry["state"])}
+
+
+def _restored(loaded: Loaded) -> dict[int, Mapping[str, Any]]:
+    """The saved optimizers that are not left fresh, by their place."""
+    return {at: entry for at, entry in enumerate(loaded.shared) if str(at) not in loaded.fresh}
 
 
 def _parts(data: bytes) -> list[list[Any]]:
@@ -357,24 +382,3 @@ def _parameter_of(key: str, parameters: Collection[str]) -> str | None:
         if fqn in parameters:
             return fqn
     return None
-
-
-def _set_group(group: dict[str, Any], saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Give a group exactly the saved settings; returns those that were not saved and keep their default.
-
-    A setting that a later torch has added keeps this optimizer's value. A tensor stays the same tensor, since
-    captured graphs hold it.
-    """
-    before = dict(group)
-    kept = [name for name in group if name != "params" and name not in saved and name in defaults]
-    group.clear()
-    group["params"] = before["params"]
-    for name, value in saved.items():
-        live = before.get(name)
-        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor) and live.dtype == value.dtype:
-            group[name] = live
-            live.detach().copy_(value)
-        else:
-            group[name] = value
-    group.update({name: before[name] for name in kept})
-    return kept

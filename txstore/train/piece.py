@@ -16,16 +16,35 @@ OnWorldSizeChange = Literal["error", "reseed"]
 
 NO_PLAN = LoadPlan()
 
-FRESHABLE = frozenset({"optimizer", "scheduler", "scaler", "gradients", "extras", "data", "rng"})
-"""Pieces of state that a resume may leave as they are: without a model or a progress it would be no resume."""
+FRESHABLE = frozenset({"optimizer", "scheduler", "scaler", "gradients", "extras", "data", "rng", "progress"})
+"""Pieces of state that a resume may leave as they are: without a model it would be no resume.
 
-LABELS = {"scheduler": "scheduler", "scaler": "scaler", "extra": "extras", "data": "data", "rng": "rng"}
-"""What one object of a piece is called, as in ``extra:ema``, by the name of its piece: it may be left fresh alone."""
+``progress`` is the counters, and the window of recorded steps, which is told by them.
+"""
+
+LABELS = {
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
+    "scaler": "scaler",
+    "extra": "extras",
+    "data": "data",
+    "rng": "rng",
+}
+"""What one object of a piece is called, as in ``extra:ema``, by the name of its piece: it may be left fresh alone.
+
+An optimizer is called by its place among ``optimizers=``, as in ``optimizer:1``.
+"""
+
+
+TRAINED = "trained"
+"""What ``accept=`` calls parameters that are frozen where they were trained, or the other way round."""
 
 
 def is_freshable(name: str) -> bool:
     """Whether a resume may leave this as it is: a piece, or one object of a piece, such as ``extra:ema``."""
     label, colon, one = name.partition(":")
+    if label == "optimizer" and colon:
+        return one.isdecimal()
     return label in LABELS and bool(one) if colon else name in FRESHABLE
 
 
@@ -40,9 +59,14 @@ def fresh_of(fresh: Collection[str], piece: str) -> frozenset[str]:
     return frozenset(one for label, _, one in named if one and LABELS.get(label) == piece)
 
 
-def anew(name: str) -> str:
+def keys_of(fresh: Collection[str]) -> tuple[str, ...]:
+    """How the keys of what is left fresh begin, of a piece and of an object that has keys of its own."""
+    return tuple(f"{name.replace(':', '.')}." for name in fresh)
+
+
+def anew(*names: str) -> str:
     """The next step for state that only one side has."""
-    return f"if that is meant: fresh={{{name!r}}}"
+    return f"if that is meant: fresh={{{', '.join(map(repr, names))}}}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 from txstore import manifest
 from txstore.compat.differences import Difference
 from txstore.errors import ConfigError
-from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 
 
 @dataclass(slots=True)
@@ -40,6 +40,22 @@ class TrainProgress:
             return msgspec.convert(asdict(self), manifest.Progress, strict=True)
         except (msgspec.ValidationError, OverflowError) as error:
             raise ConfigError(f"not a progress: {error}", next_step="count with plain ints from 0") from error
+
+
+def bound_to_counters(saved: Mapping[str, Any], cursors: Collection[str], fresh: Collection[str]) -> list[str]:
+    """What cannot be restored while the counters begin anew.
+
+    Args:
+        saved: The saved counters.
+        cursors: Names of data whose cursor is a counter.
+        fresh: What begins anew.
+    """
+    if "progress" not in fresh:
+        return []
+    names = [] if "data" in fresh else [f"data:{name}" for name in cursors if f"data:{name}" not in fresh]
+    names += ["gradients"] if saved.get("micro_step") and "gradients" not in fresh else []
+    every = anew(*sorted({*fresh, *names}))
+    return [f"the counters begin anew, and {name!r} goes on where a saved one stands ({every})" for name in names]
 
 
 class ProgressPiece:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from txstore.compat.differences import Difference
 from txstore.train.history import History
 from txstore.train.names import Models
-from txstore.train.piece import FRESHABLE, Loaded, PieceState, Place, SavedKeys, Targets, fresh_of
+from txstore.train.piece import FRESHABLE, TRAINED, Loaded, PieceState, Place, SavedKeys, Targets, fresh_of
 from txstore.train.progress import TrainProgress
 from txstore.train.proof import Check, Start
 from txstore.train.python_state import flatten
@@ -58,6 +58,11 @@ class Facts:
         self._data = data or {}
         self._temporary = temporary
         self._streams = streams
+
+    @property
+    def step(self) -> int:
+        """The global step."""
+        return self._progress.global_step
 
     def shared(self) -> dict[str, Any]:
         """Facts that are equal on all ranks."""
@@ -193,10 +198,10 @@ class ProofPiece:
     @property
     def start(self) -> Start:
         """Where training goes on after the restore, by what this rank's data could tell at the save."""
-        shared, own = self._saved or ({}, None)
+        own = self._saved[1] if self._saved else None
         known = [batch for batch in (own or {}).get("next batch", {}).values() if batch is not None]
-        step = shared.get("facts", {}).get("global step", 0)
-        return Start(step, known[0] if len(known) == 1 else None, self._facts.epoch_batches())
+        # As the counters stand: they are the saved ones, or begin anew.
+        return Start(self._facts.step, known[0] if len(known) == 1 else None, self._facts.epoch_batches())
 
     def checks(self, fresh: Collection[str] = ()) -> list[Check]:
         """Compare the saved facts with those of the live objects; facts of pieces in `fresh` are unknown."""
@@ -224,8 +229,12 @@ class ProofPiece:
 
 
 _FACTS_OF = {
+    "global step": "progress",
+    "epoch": "progress",
+    "consumed samples": "progress",
+    "history": "progress",
     "parameters": "model",
-    "trained parameters": "model optimizer migration",
+    "trained parameters": f"model optimizer migration {TRAINED}",
     "shards and buffers": "model",
     "buffers outside state dicts": "model",
     "modules in evaluation mode": "model",
@@ -239,7 +248,7 @@ _FACTS_OF = {
     "loss scale": "scaler",
     "scalers": "scaler",
     "gradients": "gradients",
-    "micro step": "gradients",
+    "micro step": "gradients progress",
     "random streams": "rng",
     "next batch": "data",
 }
@@ -249,7 +258,9 @@ are those that a migration leaves behind or begins anew, ``migration`` is any: o
 
 def way_on(failed: Iterable[str]) -> str:
     """What to do when facts do not hold, by their names."""
-    pieces = {piece for name in failed for piece in _FACTS_OF.get(name, "").split() if piece in FRESHABLE}
+    pieces = {
+        piece for name in failed for piece in _FACTS_OF.get(name, "").split() if piece in FRESHABLE - {"progress"}
+    }
     fresh = "{" + ", ".join(map(repr, sorted(pieces))) + "}"
     step = "do not train, and end this process: the state is not what was saved. Build it as it was when it was saved"
     return f"{step}, or begin this anew, on purpose: fresh={fresh}" if pieces else step

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +75,15 @@ class ResumeReport:
     def proved(self) -> bool:
         """Whether the state was compared, and no check failed. What could not be checked is in `checks`."""
         return not self.fresh and any(check.ok for check in self.checks) and not self.failed
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add what is done in it to the seconds of a phase."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
 
     def to_json(self) -> str:
         """All fields as one JSON object; values without a JSON form as text."""

@@ -6,16 +6,15 @@ The coordinator chooses once and tells the others (failure case B2); a step that
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from txstore.compat.judgement import NO_MATRIX, Judgement, judge
@@ -47,7 +46,7 @@ from txstore.train.captured import Compared, unaccounted
 from txstore.train.choice import choose, examine, newest_readable
 from txstore.train.deadline import within
 from txstore.train.exchange import Exchange
-from txstore.train.migrated import MigratedLoad
+from txstore.train.migrated import MigratedLoad, saved_table, unknown_after
 from txstore.train.piece import FRESHABLE, LABELS, OnWorldSizeChange, is_freshable
 from txstore.train.proof import Check
 from txstore.train.proof_piece import way_on
@@ -59,9 +58,6 @@ from txstore.train.telling import Teller
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-JUDGED = "model."
-"""Keys whose presence, dtype and shape are judged by table; the other pieces compare their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +74,9 @@ class ResumeOptions:
         migrations: Names of registered migrations.
         required: Fingerprints that must be known and equal.
         fresh: State that is not restored, on purpose: pieces (`piece.FRESHABLE`), or single objects of a piece by label
-            and name, such as ``extra:ema``, ``scheduler:1``, ``data:train``, ``rng:generator.noise``. Recorded in
-            `accepted`, and applied once: a resume of what was saved after that restores them, and says so, unless
-            it names its `checkpoint`.
+            and name, such as ``extra:ema``, ``scheduler:1``, ``optimizer:1``, ``data:train``, ``rng:generator.noise``.
+            Recorded in `accepted`, and applied once: a resume of what was saved after that restores them, and says so,
+            unless it names its `checkpoint`.
         seen_samples: How many samples the run had consumed when it ended, if that is known: see
             `txstore.event_log.last_step`.
         on_world_size_change: What to do about random streams if another number of ranks saved.
@@ -98,6 +94,9 @@ class ResumeOptions:
     on_world_size_change: OnWorldSizeChange = "error"
 
     def __post_init__(self) -> None:
+        if isinstance(self.matrix, str | os.PathLike):
+            step = f"matrix=compat.read_matrix({os.fspath(self.matrix)!r}), with `from txstore import compat`"
+            raise ConfigError("matrix= takes what is in the file, not its name", key="matrix", next_step=step)
         check_fields(self)
         unknown = sorted(name for name in set(self.fresh) if not is_freshable(name))
         if unknown:
@@ -168,6 +167,8 @@ class Resume:
                 name = self._damaged(decision, error)
                 if name is not None and self.options.fallback == "error":
                     self._name_the_one_before(name, error)
+                if decision is not None:
+                    applied_once.tell(error, self._done, decision.checkpoint)
                 self.teller.not_restored(decision, error)
                 if name is None or name in damaged or self.options.fallback == "error":
                     raise
@@ -194,7 +195,7 @@ class Resume:
             error.next_step = f"{error.next_step}; {step}" if error.next_step else step
 
     def _choose(self, report: ResumeReport, damaged: Mapping[SlotName, TxStoreError]) -> Decision | None:
-        with _timed(report, "choose"):
+        with report.timed("choose"):
             decision = self._decide("choose", lambda: choose(self.store, self.options.checkpoint, frozenset(damaged)))
         if damaged and decision is not None:
             name, damage = list(damaged.items())[-1]
@@ -202,7 +203,7 @@ class Resume:
         return decision
 
     def _resume(self, decision: Decision, report: ResumeReport) -> None:
-        with _timed(report, "examine"):
+        with report.timed("examine"):
             manifest = self._decide(
                 "examine", lambda: examine(self.store, decision, self.options.depth, self.teller.verified)
             )
@@ -211,24 +212,24 @@ class Resume:
             reader = StorageReader(self.store, strict=False, share=self.exchange.group if self.store.distant else None)
             reader.pin(decision, manifest, index)
             notes = self._look_at_fresh(decision, manifest.description)
-        with _timed(report, "judge"):
+        with report.timed("judge"):
             today = self._key_tables()
-            self._judge(manifest.description, metadata, today)
-            python = self._load_python(reader, metadata)
-            judgement = self._judge(manifest.description, metadata, today, python)
+            python, judgement = self._judge_all(manifest.description, reader, metadata, today)
+            for override in judgement.overrides if self.exchange.rank == 0 else ():
+                log.warning("%s", override)  # at each resume: one that is left in a script is soon out of mind
             load = MigratedLoad(metadata, judgement.plan, today)
             meant = {**self._meant, "plan": judgement.plan}
             self._attempt("python state", lambda: self.state.check(python, *self._place, **meant))
             self._account_for_all(load.metadata, judgement.plan)
-        with _timed(report, "load"):
+        with report.timed("load"):
             asked: dict[str, Any] = {"fresh": self._fresh, "plan": judgement.plan}
             target = self._attempt("target", lambda: self.state.target(load.metadata, *self._place, **asked))
             self._load(reader, load.sources(target))
             self._attempt("migrate", lambda: load.finish(target))
-        with _timed(report, "restore"):
+        with report.timed("restore"):
             applied = self._attempt("restore", lambda: self.state.apply(target, *self._place, **meant))
-        with _timed(report, "validate"):
-            report.checks = self._validate(self._fresh | _migrated(judgement.plan))
+        with report.timed("validate"):
+            report.checks = self._validate(self._fresh | unknown_after(judgement.plan) | set(self.options.accept))
         report.checkpoint, report.step = decision.checkpoint, applied.progress.global_step
         report.slot, report.txn = decision.slot, decision.txn
         report.saved_world_size = applied.saved_world_size
@@ -239,7 +240,7 @@ class Resume:
             lost
         )
         report.notes = [*judgement.notes, *notes]
-        seen = self.exchange.gather("samples seen", self.options.seen_samples)[0]
+        seen = None if self.counts_anew else self.exchange.gather("samples seen", self.options.seen_samples)[0]
         report.reprocessed_samples = None if seen is None else max(0, seen - applied.progress.consumed_samples)
         self.teller.restored(report, sum(_local_bytes(tensor) for tensor in target.values()))
 
@@ -260,6 +261,11 @@ class Resume:
     @property
     def _fresh(self) -> frozenset[str]:
         return frozenset(self.options.fresh) - self._done
+
+    @property
+    def counts_anew(self) -> bool:
+        """Whether the counters were not restored."""
+        return "progress" in self._fresh
 
     @property
     def _meant(self) -> dict[str, Any]:
@@ -299,21 +305,43 @@ class Resume:
             today |= table
         return today
 
+    def _judge_all(
+        self, saved: Description, reader: StorageReader, metadata: Metadata, today: KeyTable
+    ) -> tuple[dict[str, Any], Judgement]:
+        """The small Python state, and the judgement with what it shows: all that blocks is told at once.
+
+        Raises:
+            Incompatible: Something blocks. That is told as well if the Python state cannot be loaded or compared.
+        """
+        judgement = self._judge(saved, metadata, today)
+        try:
+            python = self._load_python(reader, metadata)
+            judgement = self._judge(saved, metadata, today, python)
+        except TxStoreError:
+            self._attempt("judge", judgement.raise_if_blocked)
+            raise
+        self._attempt("judge", judgement.raise_if_blocked)
+        return python, judgement
+
     def _judge(
         self, saved: Description, metadata: Metadata, today: KeyTable, python: Mapping[str, Any] | None = None
     ) -> Judgement:
-        """Compare: first before a byte is loaded, and again with what the Python state shows."""
+        """Compare, without what the Python state shows or with it."""
         shown = Compared()
         if python is not None:
-            shown = self._attempt("compare", lambda: self.state.compare(python, *self._place, fresh=self._fresh))
+            meant: dict[str, Any] = {
+                "on_world_size_change": self.options.on_world_size_change,
+                "fresh": self._fresh,
+            }
+            shown = self._attempt("compare", lambda: self.state.compare(python, *self._place, **meant))
         # Of all ranks, since each must come to the same judgement.
         found = [one for theirs in self.exchange.gather("differences", shown.differences) for one in theirs]
 
         def decide() -> Judgement:
-            judgement = judge(
+            return judge(
                 saved,
                 self.today,
-                _saved_table(metadata),
+                saved_table(metadata),
                 today,
                 self.options.matrix,
                 migrations=self.options.migrations,
@@ -324,8 +352,6 @@ class Resume:
                 with_moments=shown.with_moments,
                 others=dict.fromkeys(found),
             )
-            judgement.raise_if_blocked()
-            return judgement
 
         return self._attempt("judge", decide)
 
@@ -362,28 +388,5 @@ class Resume:
         self._read("load", load)
 
 
-def _migrated(plan: LoadPlan) -> set[str]:
-    """What migrations leave unknown of the saved facts, as `TrainState.validate` calls it."""
-    unknown = {"model": plan.changes_keys, "moments": bool(plan.parameters), "migration": bool(plan.keys)}
-    return {name for name, is_so in unknown.items() if is_so}
-
-
 def _local_bytes(tensor: torch.Tensor) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
-
-
-def _saved_table(metadata: Metadata) -> KeyTable:
-    return {
-        key: TensorFact(str(found.properties.dtype), tuple(found.size))
-        for key, found in metadata.state_dict_metadata.items()
-        if key.startswith(JUDGED) and isinstance(found, TensorStorageMetadata)
-    }
-
-
-@contextmanager
-def _timed(report: ResumeReport, phase: str) -> Iterator[None]:
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        report.seconds[phase] = report.seconds.get(phase, 0.0) + time.monotonic() - started

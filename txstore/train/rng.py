@@ -289,14 +289,15 @@ class RandomStreams:
         """Streams that cannot be restored, or belong to ranks that are no more."""
         if loaded.same_world:
             return problems_with(loaded.own, self._generators, loaded.fresh)
-        if loaded.on_world_size_change == "reseed":
-            return [] if isinstance(loaded.own, dict) else ["no random streams were saved"]
-        counts = f"{loaded.saved_world_size} ranks saved their random streams, there are {loaded.place.world_size}"
-        return [f'{counts}: on_world_size_change="reseed" derives new ones']
+        return [] if isinstance(loaded.own, dict) else ["no random streams were saved"]
 
-    def differences(self, loaded: Loaded) -> list[Difference]:  # noqa: ARG002 - the signature of a piece
-        """None that may be meant."""
-        return []
+    def differences(self, loaded: Loaded) -> list[Difference]:
+        """Streams of another number of ranks, unless new ones may be derived."""
+        if loaded.same_world or loaded.on_world_size_change == "reseed":
+            return []
+        was, now = (f"of world size {ranks}" for ranks in (loaded.saved_world_size, loaded.place.world_size))
+        step = 'on_world_size_change="reseed" derives new ones'
+        return [Difference("state", "random streams", was, now, change_class=1, next_step=step)]
 
     def restore(self, loaded: Loaded) -> Mapping[str, Any]:
         """Restore, or derive new streams when the world size has changed."""

@@ -127,7 +127,7 @@ class BackgroundSaves:
         if fate.decision is None and error is not None and (isinstance(error, CommitUnknown) or not fate.unknown):
             request.error = error  # what happened here says more than that the group broke
         else:
-            request.error = with_fates(broken, [fate])
+            request.error = with_fates(broken, [fate], self._writer.store.url)
         return fate.decision
 
 

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from txstore.train.built import as_text, optimizers_of
-from txstore.train.piece import SavedKeys, fresh_of
+from txstore.train.piece import SavedKeys, anew, fresh_of
 from txstore.train.python_state import lifted_tensors, unflatten
 
 _OF_SCHEDULERS = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
 """What torch's schedulers keep in the groups of an optimizer. Of others, what has moved since the code set it."""
-
-_BOTH = "if that is meant: fresh={'optimizer', 'scheduler'}"
 
 Settings = list[dict[str, Any]]
 
@@ -39,16 +37,14 @@ class Schedule:
 
     def follows(self, fresh: Collection[str]) -> list[int]:
         """The optimizers that begin anew under a scheduler that is restored."""
-        if "optimizer" not in fresh:
-            return []
-        return [at for at in range(len(self._optimizers)) if self._of(at) - self._fresh(fresh)]
+        begun = self._fresh(fresh)
+        return [at for at in range(len(self._optimizers)) if is_fresh(at, fresh) and self._of(at) - begun]
 
     def begins(self, fresh: Collection[str]) -> list[int]:
         """The optimizers that are restored, and whose schedulers all begin anew."""
-        if "optimizer" in fresh:
-            return []
-        anew = self._fresh(fresh)
-        return [at for at in range(len(self._optimizers)) if self._of(at) and not self._of(at) - anew]
+        begun = self._fresh(fresh)
+        kept = (at for at in range(len(self._optimizers)) if not is_fresh(at, fresh))
+        return [at for at in kept if self._of(at) and not self._of(at) - begun]
 
     def _fresh(self, fresh: Collection[str]) -> frozenset[str]:
         return frozenset(self._schedulers) if "scheduler" in fresh else fresh_of(fresh, "scheduler")
@@ -73,17 +69,19 @@ class Schedule:
         problems = []
         for at in self.follows(fresh):
             groups = self._optimizers[at].param_groups
+            named = {*fresh, *(f"scheduler:{name}" for name in self._of(at) - self._fresh(fresh))}
+            both = anew(*sorted(named if len(self._optimizers) > 1 else {*fresh, "scheduler"}))
             if at >= len(entries) or len(entries[at]["groups"]) != len(groups):
                 was = len(entries[at]["groups"]) if at < len(entries) else "no"
                 problems.append(
                     f"optimizer {at} begins anew with {len(groups)} groups, {was} groups were saved, and the scheduler "
-                    f"that is restored moves settings of each ({_BOTH})"
+                    f"that is restored moves settings of each ({both})"
                 )
                 continue
             for group, values in zip(groups, _moved(entries[at], {}), strict=True):
                 problems += [
                     f"optimizer {at} begins anew and has no setting {name!r}, which the scheduler that is restored "
-                    f"moves ({_BOTH})"
+                    f"moves ({both})"
                     for name in values
                     if name not in group and name not in _OF_SCHEDULERS
                 ]
@@ -124,6 +122,11 @@ def moved_names(entry: Mapping[str, Any]) -> list[frozenset[str]]:
     return [_OF_SCHEDULERS.union(values) for values in _moved(entry, {})]
 
 
+def is_fresh(at: int, fresh: Collection[str]) -> bool:
+    """Whether an optimizer begins anew: all do, or this one."""
+    return "optimizer" in fresh or str(at) in fresh_of(fresh, "optimizer")
+
+
 def _moved(entry: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Settings:
     """By group, the saved settings that a scheduler moves; without `tensors`, those that are none."""
     common = unflatten(entry["state"], {})[0]
@@ -152,3 +155,24 @@ def _put(group: dict[str, Any], name: str, value: Any) -> None:
         live.detach().fill_(float(value))
     else:
         group[name] = value.item() if isinstance(value, torch.Tensor) else value
+
+
+def set_group(group: dict[str, Any], saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Give a group exactly the saved settings; returns those that were not saved and keep their default.
+
+    A setting that a later torch has added keeps this optimizer's value. A tensor stays the same tensor, since
+    captured graphs hold it.
+    """
+    before = dict(group)
+    kept = [name for name in group if name != "params" and name not in saved and name in defaults]
+    group.clear()
+    group["params"] = before["params"]
+    for name, value in saved.items():
+        live = before.get(name)
+        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor) and live.dtype == value.dtype:
+            group[name] = live
+            live.detach().copy_(value)
+        else:
+            group[name] = value
+    group.update({name: before[name] for name in kept})
+    return kept

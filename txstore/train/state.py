@@ -31,25 +31,16 @@ from txstore.field_types import check
 from txstore.train.attributes import PlainAttributes
 from txstore.train.captured import Applied, Captured, Compared, add_tensors, refuse_unfit, shared_of
 from txstore.train.comm_hooks import refuse_hooks_with_state
-from txstore.train.cursor import CursorPiece
+from txstore.train.cursor import CursorPiece, ElasticBatchSampler
 from txstore.train.extras import ExtrasPiece
 from txstore.train.gradients import GradientsPiece
 from txstore.train.history import History
 from txstore.train.model_state import ModelPiece
 from txstore.train.names import Models
 from txstore.train.old_loops import OldLoops
-from txstore.train.optimizer_state import OptimizerPiece, optimizers_in, saved_layouts, with_moments
-from txstore.train.piece import (
-    NO_PLAN,
-    Loaded,
-    OnWorldSizeChange,
-    Piece,
-    Place,
-    SavedKeys,
-    fresh_of,
-    hint,
-)
-from txstore.train.progress import ProgressPiece, TrainProgress
+from txstore.train.optimizer_state import OptimizerPiece, optimizers_in, with_moments
+from txstore.train.piece import NO_PLAN, Loaded, OnWorldSizeChange, Piece, Place, SavedKeys, fresh_of, hint, keys_of
+from txstore.train.progress import ProgressPiece, TrainProgress, bound_to_counters
 from txstore.train.proof import Check, Start
 from txstore.train.proof_piece import Facts, ProofPiece
 from txstore.train.proof_watch import ProofWatch
@@ -80,9 +71,9 @@ class TrainState:
     Attributes:
         pieces: Every piece of state by name, in the order of a restore.
         progress: The counters that the training loop moves.
+        accepted: What resumes of this state have accepted and left fresh, for the next manifests.
         loops: Those that a restore has left behind.
-        watch: The proof of the resume that this state came from. It is the state's, since several checkpointers may
-            save and restore one state in turn: the steps that follow a restore prove that restore and no other.
+        watch: The proof of the last restore, by whichever checkpointer: the steps that follow prove no other.
     """
 
     def __init__(
@@ -111,6 +102,7 @@ class TrainState:
         self._others = [one.item for one in others.values()]
         refuse_hooks_with_state(self._models, self._others)
         sources = {name: one.item for name, one in scoped(data, "data", is_shared=False).items()}
+        self._cursors = [name for name, one in sources.items() if isinstance(one, ElasticBatchSampler)]
         if generators and not rng:
             raise ConfigError("generators are given, and rng=False saves none", next_step="leave one of the two out")
         generators = with_modules(with_loaders(generators, sources.values()), self._models.named_modules())
@@ -145,6 +137,7 @@ class TrainState:
         self._proof = ProofPiece(facts, self.history)
         self.pieces["proof"] = self._proof
         self.watch: ProofWatch | None = None
+        self.accepted: tuple[str, ...] | None = None
 
     def key_table(self) -> dict[str, TensorFact]:
         """Dtype and global shape of this rank's model tensors, to be judged before a load."""
@@ -241,7 +234,8 @@ class TrainState:
             if name in fresh:
                 continue
             asked = piece.targets(saved, Place(rank, world_size))
-            target.update(asked.tensors)
+            left = keys_of(fresh)
+            target.update({key: one for key, one in asked.tensors.items() if not key.startswith(left)})
             problems += asked.problems
         refuse_unfit(problems)
         target.update(self._schedule.targets(saved, fresh))
@@ -265,24 +259,28 @@ class TrainState:
         place = Place(rank, world_size)
         keys = set(self.python_target(metadata, rank, world_size))
         keys |= {key for key in saved.tensors if _OF_A_RANK.match(key)}
-        keys |= {key for key in saved.tensors if key.startswith(tuple(f"{name}." for name in fresh))}
+        keys |= {key for key in saved.tensors if key.startswith(keys_of(fresh))}
         for piece in self.pieces.values():
             asked = piece.targets(saved, place)
             keys |= asked.tensors.keys() | asked.others
         return frozenset(keys)
 
     def compare(
-        self, loaded: Mapping[str, Any], rank: int = 0, world_size: int = 1, *, fresh: Collection[str] = ()
+        self,
+        loaded: Mapping[str, Any],
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        on_world_size_change: OnWorldSizeChange = "error",
+        fresh: Collection[str] = (),
     ) -> Compared:
         """What a loaded Python state shows of the checkpoint, for the judgement; changes nothing."""
-        given, _ = self._given(loaded, Place(rank, world_size), "error", fresh)
+        given, _ = self._given(loaded, Place(rank, world_size), on_world_size_change, fresh)
         differences = [one for name, piece in given.items() for one in self.pieces[name].differences(piece)]
-        optimizers = given.get("optimizer")
-        if optimizers is None:
-            entries = unpack(SHARED, loaded)["pieces"].get("optimizer", ())
-            return Compared(differences + self._optimizers.following(entries, self._schedule.follows(fresh)))
-        moments = {f"model.{fqn}": fqn for fqn in with_moments(optimizers)}
-        return Compared(differences, saved_layouts(optimizers), self._optimizers.layouts(), moments)
+        entries = unpack(SHARED, loaded)["pieces"].get("optimizer", ())
+        differences += self._optimizers.following(entries, self._schedule.follows(fresh))
+        one = given.get("optimizer")
+        return Compared(differences, *((*self._optimizers.compared(one), with_moments(one)) if one else ()))
 
     def check(
         self,
@@ -320,8 +318,7 @@ class TrainState:
             loaded: The target, loaded.
             rank: This rank.
             world_size: How many ranks there are now.
-            on_world_size_change: What to do about random streams if another number of ranks saved: refuse, or
-                derive new streams from the saved ones, the rank and the world size.
+            on_world_size_change: Refuse random streams of another number of ranks, or derive new ones from them.
             fresh: Pieces, and objects of pieces, that are not restored, on purpose.
             accept: Names of differences that are meant.
             plan: What migrations do.
@@ -335,9 +332,12 @@ class TrainState:
         optimizers = unpack(SHARED, loaded)["pieces"].get("optimizer", ())
         made = self._schedule.now(optimizers, fresh)
         self.loops.leave()
+        window = self.history.state_dict()
         restored = {name: self.pieces[name].restore(given) for name, given in pieces.items()}
         if "gradients" in fresh:
             restored["gradients"] = self._gradients.begin_anew()
+        if "progress" in fresh:
+            self.history.load_state_dict(window)
         self._schedule.restore(optimizers, loaded, fresh, made)
         self._optimizers.follow(optimizers, self._schedule.follows(fresh))
         self.loops.left()
@@ -378,7 +378,8 @@ class TrainState:
         own = unpack(own_key(place.rank if place.world_size == shared["world_size"] else 0), loaded)
         missing = [name for name in self.pieces if name not in shared["pieces"] and name not in fresh]
         surplus = [name for name in shared["pieces"] if name not in self.pieces and name not in fresh]
-        problems = [*schedule, *(f"{name!r} was not saved{hint(name)}" for name in missing)]
+        counts = bound_to_counters(shared["pieces"].get("progress", {}), self._cursors, fresh)
+        problems = [*schedule, *counts, *(f"{name!r} was not saved{hint(name)}" for name in missing)]
         problems += [f"{name!r} was saved, and there is none here{hint(name)}" for name in surplus]
         given = {
             name: Loaded(

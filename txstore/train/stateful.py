@@ -118,8 +118,11 @@ class StatefulPiece:
             that may rightly tell another state than they were given, such as a data loader before its first batch.
 
     Attributes:
+        across_ranks: How an object is saved so that another number of ranks can load it.
         differing: Objects that told another state after the last restore than they were given.
     """
+
+    across_ranks = "as many ranks as saved it; only what was marked shared() survives another number of them"
 
     def __init__(self, label: str, items: Mapping[str, Scoped], *, verify: bool) -> None:
         self._label = label
@@ -198,28 +201,29 @@ class StatefulPiece:
             problems.append(f"{self._label} {name!r} was saved, and there is none here ({hint})")
         nowhere = sorted(loaded.fresh - saved - self._items.keys())
         problems += [f"{self._label} {name!r} is named in fresh, and neither side has it" for name in nowhere]
-        if own and not loaded.same_world:
-            problems.append(
-                f"{self._label} {sorted(own)} has a state of each of {loaded.saved_world_size} ranks, and "
-                f"{loaded.place.world_size} ranks would load it: only one that is marked shared() survives this"
-            )
         return problems
 
     def _restored(self, loaded: Loaded) -> dict[str, Scoped]:
         return {name: one for name, one in self._items.items() if name not in loaded.fresh}
 
     def differences(self, loaded: Loaded) -> list[Difference]:
-        """Objects of another class, or under other facts; and settings that the saved ones override."""
-        found = []
+        """Objects of another class, or under other facts; of ranks that are no more; settings that are overridden."""
+        own = {} if loaded.same_world else loaded.own or {}
+        found = [self._of_other_ranks(name, loaded) for name in sorted(own.keys() - loaded.fresh)]
         for name, one in self._restored(loaded).items():
             saved = self._saved(loaded, one).get(name)
-            if saved is None:
+            if saved is None or (name in own and not one.is_shared):
                 continue
             what = f"{self._label} {name!r}"
             accept = partial(self.acceptable, name)
             found += compare_facts(what, saved["facts"], self.facts_now(name), f"{self._label}:{name}", accept)
             found += compare_built(what, saved["settings"], self._set[name])
         return found
+
+    def _of_other_ranks(self, name: str, loaded: Loaded) -> Difference:
+        step = f"{self.across_ranks}, or begin it anew: fresh={{{f'{self._label}:{name}'!r}}}"
+        was, now = (f"one for each rank of {count}" for count in (loaded.saved_world_size, loaded.place.world_size))
+        return Difference("state", f"{self._label} {name!r}", was, now, change_class=1, next_step=step)
 
     def acceptable(self, name: str, fact: str) -> str:
         """The name under which another value of a fact may be accepted; "" if the state would mean something else."""
