@@ -22,9 +22,19 @@ from txstore.train.rng import Generator
 
 log = logging.getLogger(__name__)
 
-_NOT_OURS = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "builtins.", "typing.", "abc.")
+_NOT_OURS = (
+    "torch.",
+    "lightning.",
+    "lightning_fabric.",
+    "pytorch_lightning.",
+    "builtins.",
+    "typing.",
+    "abc.",
+    "weakref.",
+)
 _MOST_TOLD = 8
-_LOOKS = 3
+LOOKS = 3
+"""So many saves look at everything: training stands still for it."""
 _FEW = 16
 """So many things in a list are looked at, and of an array at least..."""
 _ELEMENTS = 2048
@@ -37,7 +47,7 @@ _NOT_OF_STATE = frozenset({"optimizer", "base_lrs", "last_epoch"})
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
-class _Answers(dict[type, bool]):
+class Answers(dict[type, bool]):
     """What is asked of a class, once for each: `isinstance` takes too long for all attributes."""
 
     def __init__(self, ask: Callable[[type], bool]) -> None:
@@ -64,10 +74,10 @@ class PlainAttributes:
         self._models = models
         self._schedulers = {f"scheduler.{name}": one for name, one in schedulers.items()}
         self._optimizers = optimizers
-        self._is_own = _Answers(_is_own)
-        self._draws = _Answers(lambda kind: issubclass(kind, Generator))
+        self._is_own = Answers(is_own)
+        self._draws = Answers(lambda kind: issubclass(kind, Generator))
         self._before = self._found()
-        self._looks = _LOOKS
+        self._looks = LOOKS
 
     def tell(self) -> None:
         """Warn, once, of attributes that are not what they were. At the first saves only: training stands still."""
@@ -98,18 +108,18 @@ class PlainAttributes:
         # A buffer that stands in a list as well is saved.
         saved = {id(one) for _, module in objects for one in getattr(module, "_buffers", {}).values()}
         for prefix, one in objects:
-            is_own = self._is_own[type(one)]
+            is_ours = self._is_own[type(one)]
             kept = _NOT_OF_STATE.union(one.state_dict()) if prefix in self._schedulers else _KEPT  # type: ignore[attr-defined]
             for name, value in vars(one).items():
                 # A generator that came or went is another than the one that is saved, whoever keeps it.
-                if self._draws[type(value)] or (is_own and name not in kept and not name.startswith("_")):
+                if self._draws[type(value)] or (is_ours and name not in kept and not name.startswith("_")):
                     mark = _mark(value, saved)
                     if mark is not _ANY:
                         found[f"{prefix}.{name}" if prefix else name] = mark
         return found
 
 
-def _is_own(kind: type) -> bool:
+def is_own(kind: type) -> bool:
     """Whether a class, or one that it is derived from, is the training's own. FSDP2 derives one from each class."""
     return any(not f"{one.__module__}.".startswith(_NOT_OURS) for one in kind.__mro__)
 

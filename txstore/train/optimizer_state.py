@@ -72,8 +72,8 @@ class OptimizerPiece:
     def _refuse_own_ways(self) -> None:
         """What a state_dict of an optimizer's own, or a hook of one, adds to the state or makes of it, is not seen."""
         for optimizer in self._optimizers:
-            way = "a state_dict"
-            if getattr(optimizer.state_dict, "__func__", None) is torch.optim.Optimizer.state_dict:
+            way = f"a {_own_method(optimizer)}"
+            if not _own_method(optimizer):
                 hooked = [name for name in _HOOKED if getattr(optimizer, f"_optimizer_{name}_hooks", None)]
                 if not hooked:
                     continue
@@ -310,6 +310,19 @@ def with_moments(loaded: Loaded) -> dict[str, str]:
 def _restored(loaded: Loaded) -> dict[int, Mapping[str, Any]]:
     """The saved optimizers that are not left fresh, by their place."""
     return {at: entry for at, entry in enumerate(loaded.shared) if str(at) not in loaded.fresh}
+
+
+def _own_method(optimizer: torch.optim.Optimizer) -> str:
+    """The method by which it gives or takes its state in a way of its own, if it has one."""
+    for name in ("state_dict", "load_state_dict"):
+        method = getattr(optimizer, name)
+        defined = getattr(method, "__func__", method)
+        # That of bitsandbytes keeps its states from being cast, and nothing is cast here.
+        if defined is not getattr(torch.optim.Optimizer, name) and not (
+            name == "load_state_dict" and defined.__module__.startswith("bitsandbytes.")
+        ):
+            return name
+    return ""
 
 
 def _parts(data: bytes) -> list[list[Any]]:

@@ -34,6 +34,7 @@ from txstore.train.comm_hooks import refuse_hooks_with_state
 from txstore.train.cursor import CursorPiece, ElasticBatchSampler
 from txstore.train.extras import ExtrasPiece
 from txstore.train.gradients import GradientsPiece
+from txstore.train.hidden import HiddenState
 from txstore.train.history import History
 from txstore.train.model_state import ModelPiece
 from txstore.train.names import Models
@@ -121,6 +122,7 @@ class TrainState:
             self.pieces["rng"] = RandomStreams(generators)
         moving = {name: one.item for name, one in scoped(schedulers, "scheduler", is_shared=True).items()}
         self._attributes = PlainAttributes(self._models, several, moving)
+        self._hidden = HiddenState(self._models, several, self._others)
         self.history = History()
         self.loops = OldLoops(sources, self.progress)
         self._schedule = Schedule(moving, several)
@@ -164,6 +166,7 @@ class TrainState:
         refuse_hooks_with_state(self._models, self._others)
         self.loops.refuse()
         self._attributes.tell()
+        self._hidden.refuse_moved()
         progress = self.progress.recorded()
         states = {name: piece.capture(place) for name, piece in self.pieces.items()}
         state: dict[str, Any] = {}
