@@ -39,7 +39,7 @@ _FEW = 16
 """So many things in a list are looked at, and of an array at least..."""
 _ELEMENTS = 2048
 """...so many elements."""
-_ANY = object()
+ANY = object()
 _KEPT = frozenset({"training", "state", "param_groups", "defaults"})
 """Attributes of modules and optimizers that are saved, or made by the code."""
 _NOT_OF_STATE = frozenset({"optimizer", "base_lrs", "last_epoch"})
@@ -113,8 +113,8 @@ class PlainAttributes:
             for name, value in vars(one).items():
                 # A generator that came or went is another than the one that is saved, whoever keeps it.
                 if self._draws[type(value)] or (is_ours and name not in kept and not name.startswith("_")):
-                    mark = _mark(value, saved)
-                    if mark is not _ANY:
+                    mark = mark_of(value, saved)
+                    if mark is not ANY:
                         found[f"{prefix}.{name}" if prefix else name] = mark
         return found
 
@@ -124,8 +124,8 @@ def is_own(kind: type) -> bool:
     return any(not f"{one.__module__}.".startswith(_NOT_OURS) for one in kind.__mro__)
 
 
-def _mark(value: object, saved: Collection[int], depth: int = 3) -> object:
-    """What tells a value from another, or `_ANY` if it is not looked at.
+def mark_of(value: object, saved: Collection[int], depth: int = 3) -> object:
+    """What tells a value from another, or `ANY` if it is not looked at.
 
     Plain values are compared themselves, a tensor by identity and version, an array by its bytes, what holds others by
     its length and, three levels deep, by them: all of a few, of many those at both ends, where they come and go.
@@ -134,15 +134,16 @@ def _mark(value: object, saved: Collection[int], depth: int = 3) -> object:
         return type(value), value
     if isinstance(value, torch.Tensor):
         if value.grad_fn is not None or id(value) in saved or isinstance(value, torch.nn.Parameter):
-            return _ANY
+            return ANY
         return id(value), value._version  # noqa: SLF001 - counts writes
     if isinstance(value, np.generic | np.ndarray):
-        return _mark_of_array(np.asarray(value))
+        # A file of tokens would be read for it.
+        return ANY if isinstance(value, np.memmap) else _mark_of_array(np.asarray(value))
     if isinstance(value, tuple | list | deque | dict | set | frozenset):
-        marks = [_mark(one, saved, depth - 1) for one in (_ends(value) if depth else ())]
+        marks = [mark_of(one, saved, depth - 1) for one in (_ends(value) if depth else ())]
         # The same set, made again, may come in another order.
         return type(value), len(value), frozenset(marks) if isinstance(value, set | frozenset) else tuple(marks)
-    return id(value) if isinstance(value, Generator) else _ANY
+    return id(value) if isinstance(value, Generator) else ANY
 
 
 def _ends(value: Collection[Any]) -> list[object]:

@@ -19,6 +19,7 @@ from txstore.checksum import crc32c
 from txstore.errors import ConfigError, StateMismatch
 from txstore.train import loader
 from txstore.train.progress import TrainProgress
+from txstore.train.read_by_workers import ReadDataset
 from txstore.train.rng import Generator
 from txstore.train.stateful import Scoped, StatefulPiece, scoped
 from txstore.train.worker_streams import tell_of_draws
@@ -224,6 +225,7 @@ class CursorPiece(StatefulPiece):
             loader.refuse_unknowing(name, one.item, ElasticBatchSampler)
         super().__init__("data", named, verify=False)
         self._loaders = {name: one for name, one in named.items() if loader.is_stateful_loader(one.item)}
+        self._datasets = {name: ReadDataset(name, one.item) for name, one in self._loaders.items()}
         for name, one in self._loaders.items():
             if not one.is_vouched_for:
                 loader.refuse_unrepeatable(name, one.item)
@@ -246,8 +248,10 @@ class CursorPiece(StatefulPiece):
         return state
 
     def more(self, name: str, state: Any) -> dict[str, Any]:  # noqa: ARG002 - the signature of a piece
-        """Attributes of a loader's samplers, which no state of a loader holds: the epoch of a distributed sampler."""
-        return {"attributes": loader.attributes_of(self._items[name].item)} if name in self._loaders else {}
+        """Attributes of a loader's samplers and dataset, which no state of a loader holds: the epoch, for one."""
+        if name not in self._loaders:
+            return {}
+        return {"attributes": loader.attributes_of(self._items[name].item), "dataset": self._datasets[name].saved()}
 
     def settings(self, item: Any) -> dict[str, str]:
         """Those attributes, as the code chose them."""
@@ -273,4 +277,5 @@ class CursorPiece(StatefulPiece):
             item.load_state_dict(saved["state"])
             return
         loader.put_attributes_back(item, saved.get("attributes", {}))
+        self._datasets[name].put_back(saved.get("dataset", {}))
         loader.give(name, item, saved["state"])

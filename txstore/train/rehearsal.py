@@ -51,15 +51,25 @@ def places(sampler: object) -> Places:
 
 
 def put_back(sampler: object, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set attributes as `places` told them; an epoch by its method, which may do more."""
+    """Set attributes as `places` told them."""
     parts = dict(_parts(sampler))
     for path, values in found.items():
         part = parts.get(path)
         if part is not None:
-            set_epoch = getattr(part, "set_epoch", None)
-            if "epoch" in values and callable(set_epoch):
-                set_epoch(values["epoch"])
-            vars(part).update(values)
+            set_numbers(part, values)
+
+
+def set_numbers(part: object, values: Mapping[str, Any]) -> None:
+    """Set attributes of one object; an epoch by its method, which may do more."""
+    set_epoch = getattr(part, "set_epoch", None)
+    if "epoch" in values and callable(set_epoch):
+        set_epoch(values["epoch"])
+    vars(part).update(values)
+
+
+def numbers_of(part: object) -> dict[str, Any]:
+    """Those of the plain attributes of one object that are numbers, flags or None, also of its class."""
+    return {name: value for name, value in _scalars(part).items() if not isinstance(value, str)}
 
 
 def why_not_again(sampler: Any, *, fetched_ahead: bool, drawn_from: torch.Generator | None = None) -> str:
