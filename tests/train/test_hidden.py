@@ -228,3 +228,34 @@ def test_what_is_given_in_another_way_is_saved() -> None:
     for move in (target, average, statistics):
         move(module)
         state.capture()
+
+
+class WarmUp(torch.optim.lr_scheduler.LRScheduler):
+    """Grows, and then lets another scheduler go on, which its state dict holds as an object."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, after: torch.optim.lr_scheduler.LRScheduler) -> None:
+        self.after = after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch > 2:
+            return self.after.get_last_lr()
+        return [rate * (1 + self.last_epoch) for rate in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch >= 2:
+            self.after.step()
+        super().step()
+
+
+def test_a_scheduler_in_a_scheduler_goes_on(store_url: str) -> None:
+    def make() -> Training:
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        warm = WarmUp(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
+        return Training(module, [optimizer], [warm])
+
+    untouched, resumed = continues(make, store_url, before=5, after=4)
+    rates = [one.schedulers[0].after.state_dict() for one in (untouched, resumed)]
+    assert rates[0] == rates[1]
+    assert rates[0]["last_epoch"] > 4

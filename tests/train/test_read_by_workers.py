@@ -136,9 +136,9 @@ def test_a_number_that_the_code_now_sets_otherwise_is_the_codes_if_training_had_
     assert (second.dataset.scale, second.dataset.epoch) == (5.0, 1)
 
 
-def test_without_workers_a_flag_does_not_come_back_without_what_it_stands_for(store_url: str) -> None:
+def test_without_workers_a_number_does_not_come_back_without_what_it_stands_for(store_url: str) -> None:
     def opened(dataset: Any, epoch: int) -> None:
-        dataset.scale = True
+        dataset.scale = 3.0
 
     first = Loop(lambda one: one, opened)
     first.run(2)

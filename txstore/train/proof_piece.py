@@ -21,6 +21,7 @@ from txstore.train.progress import TrainProgress
 from txstore.train.proof import Check, Start
 from txstore.train.python_state import flatten
 from txstore.train.sample import layout, sample
+from txstore.train.stateful import scheduler_state
 from txstore.train.temporary import TemporaryBuffers
 
 
@@ -75,7 +76,7 @@ class Facts:
             "learning rates": [[float(group["lr"]) for group in one if "lr" in group] for one in groups],
             "param groups": [len(one) for one in groups],
             "settings of param groups": [[_settings(group) for group in one] for one in groups],
-            "schedulers": [_digest(scheduler.state_dict()) for scheduler in self._schedulers],
+            "schedulers": [_digest(scheduler_state(scheduler)) for scheduler in self._schedulers],
             "loss scale": [float(scaler.get_scale()) for scaler in self._scalers],
             "scalers": [_digest(scaler.state_dict()) for scaler in self._scalers],
         }

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.optim import lr_scheduler
 
 from txstore.compat.differences import Difference
 from txstore.errors import ConfigError, StateMismatch, TxStoreError, describe
@@ -306,6 +307,17 @@ class SchedulerPiece(StatefulPiece):
                 "; ".join(unproved),
             )
 
+    def state_of(self, name: str) -> Any:
+        """The state of one scheduler, and of those that it holds."""
+        return scheduler_state(self._items[name].item)
+
+    def give(self, name: str, saved: Mapping[str, Any]) -> None:
+        """Give one scheduler its state, and those that it holds theirs."""
+        held = _held(self._items[name].item.state_dict())
+        for at, one in held.items():
+            one.load_state_dict(saved["state"][at])
+        super().give(name, {**saved, "state": {**saved["state"], **held}} if held else saved)
+
     def facts(self, item: Stateful) -> dict[str, str]:
         """Its class, those of the schedulers in it, the optimizer that it drives, and what its functions do."""
         return {**super().facts(item), **driven_by(item, self._optimizers), **self._functions[id(item)].facts}
@@ -327,6 +339,19 @@ class SchedulerPiece(StatefulPiece):
     def settings(self, item: Stateful) -> dict[str, str]:
         """Its settings as the code chose them."""
         return settings_of(item.state_dict())
+
+
+def scheduler_state(scheduler: Stateful) -> Any:
+    """The state of a scheduler, with that of those which its state dict holds as objects, as many a warm-up does."""
+    state = scheduler.state_dict()
+    held = _held(state)
+    return {**state, **{at: one.state_dict() for at, one in held.items()}} if held else state
+
+
+def _held(state: Any) -> dict[str, lr_scheduler.LRScheduler]:
+    """Schedulers that a state dict holds as objects."""
+    items = state.items() if isinstance(state, Mapping) else ()
+    return {name: one for name, one in items if isinstance(one, lr_scheduler.LRScheduler)}
 
 
 def _digest(state: Any) -> tuple[bytes, str]:
