@@ -155,6 +155,40 @@ def test_what_is_saved_or_of_one_step_is_not_told(caplog: pytest.LogCaptureFixtu
     assert told(caplog) == []
 
 
+class Counted(Plain):
+    """Says itself what it keeps."""
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_a_module_that_has_extra_state_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    module = Counted()
+    state = TrainState(module)
+    count(module)
+    state.capture()
+    assert told(caplog) == []
+
+
+def test_a_setting_of_a_class_of_torch_that_moves_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1), nn.Conv1d(2, 2, 1), nn.LSTM(2, 2))
+    state = TrainState(module)
+    module.eval().train()
+    state.capture()
+    assert told(caplog) == []
+    module[0].momentum = 0.05
+    module[1].p = 0.5
+    module[3].batch_first = True
+    module[2].padding_mode = "circular"  # no number
+    state.capture()
+    (message,) = told(caplog)
+    assert "training changes 0.momentum, 1.p, 3.batch_first. " in message
+    assert "set it after resume()" in message
+
+
 class Look(torch.optim.SGD):
     """An optimizer that counts its steps beside its state."""
 

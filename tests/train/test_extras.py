@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from workers import Pool, Rank
 
 from tests.train.trainings import resume, save
+from txstore.errors import UnsupportedValue
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.extras import ExtrasPiece
 from txstore.train.state import TrainState
@@ -100,3 +101,60 @@ def model() -> nn.Module:
 
 def test_a_sharded_tensor_under_two_names_is_one_again(pool: Pool, store_url: str) -> None:
     assert pool.run(2, sharded, store_url) == [[3, 3, 3, 3]] * 2
+
+
+class Queue(nn.Module):
+    """Keeps a queue, a table, and what it may make late, that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("queue", torch.zeros(3), persistent=False)
+        self.register_buffer("table", torch.arange(3), persistent=False)
+
+
+def test_a_module_whose_buffers_its_state_dict_leaves_out_is_refused_when_they_move() -> None:
+    module = Queue()
+    state = TrainState(nn.Linear(1, 1), extras={"average": module})
+    module.queue.copy_(torch.zeros(3))  # an average copies what has not changed
+    state.capture()
+    module.queue[0] = 1
+    with pytest.raises(UnsupportedValue, match=r"extra 'average' changes its buffer 'queue'") as caught:
+        state.capture()
+    assert "give it as a model" in str(caught.value.next_step)
+    TrainState({"net": nn.Linear(1, 1), "average": module}).capture()
+
+
+def test_a_buffer_that_such_a_module_makes_late_is_refused() -> None:
+    module = Queue()
+    state = TrainState(nn.Linear(1, 1), extras={"average": module})
+    module.register_buffer("late", torch.zeros(1), persistent=False)
+    with pytest.raises(UnsupportedValue, match="changes its buffer 'late'"):
+        state.capture()
+
+
+def test_an_average_of_a_model_with_such_buffers_is_no_fault() -> None:
+    module = Queue()
+    average = torch.optim.swa_utils.AveragedModel(module)
+    state = TrainState(module, extras={"average": average})
+    for _ in range(3):
+        average.update_parameters(module)
+        state.capture()
+
+
+def test_a_sharded_one_is_not_known() -> None:
+    module = Queue()
+    module.register_buffer("meta", torch.zeros(1, device="meta"), persistent=False)
+    TrainState(nn.Linear(1, 1), extras={"average": module}).capture()
+
+
+@pytest.mark.parametrize(("values", "count"), [({}, 1), ({"n": 0}, 0)])
+def test_an_extra_that_tells_nothing_is_told_once(
+    values: dict[str, Any], count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = TrainState(nn.Linear(1, 1), extras={"own": Keeper(**values)})
+    for _ in range(2):
+        state.capture()
+    told = [one.getMessage() for one in caplog.records if one.name == "txstore.train.extras"]
+    assert len(told) == count
+    assert all("extra 'own': its state_dict is empty" in one for one in told)

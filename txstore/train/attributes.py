@@ -45,6 +45,7 @@ _KEPT = frozenset({"training", "state", "param_groups", "defaults"})
 _NOT_OF_STATE = frozenset({"optimizer", "base_lrs", "last_epoch"})
 """Attributes of schedulers that a state dict may leave out: what another object has, or the code makes."""
 _PLAIN = (bool, int, float, complex, str, type(None))
+_NUMBERS = frozenset({bool, int, float})
 
 
 class Answers(dict[type, bool]):
@@ -62,7 +63,9 @@ class PlainAttributes:
     """What the attributes of all modules, optimizers and schedulers were when this was made.
 
     Looked at are public attributes of the training's own classes: plain values, tensors that belong to no graph,
-    arrays, and tuples, lists, sets, dicts and deques of them. Of a scheduler, those that its state dict leaves out.
+    arrays, and tuples, lists, sets, dicts and deques of them. Of torch's classes they are numbers, such as the rate of
+    a dropout; of a scheduler those that its state dict leaves out. A module with a ``get_extra_state`` tells itself what
+    it keeps.
     """
 
     def __init__(
@@ -74,7 +77,8 @@ class PlainAttributes:
         self._models = models
         self._schedulers = {f"scheduler.{name}": one for name, one in schedulers.items()}
         self._optimizers = optimizers
-        self._is_own = Answers(is_own)
+        self._is_own = Answers(lambda kind: is_own(kind) and not _tells_more(kind))
+        self._has_settings = Answers(lambda kind: not is_own(kind))
         self._draws = Answers(lambda kind: issubclass(kind, Generator))
         self._before = self._found()
         self._looks = LOOKS
@@ -91,7 +95,7 @@ class PlainAttributes:
             log.warning(
                 "not saved: training changes %s%s. If the next step depends on such an attribute, make it a buffer, or "
                 "give its module get_extra_state and set_extra_state, or put it into the optimizer's state or the "
-                "scheduler's state_dict; a resume starts with what the constructor sets",
+                "scheduler's state_dict, or set it after resume(); a resume starts with what the constructor sets",
                 ", ".join(moved[:_MOST_TOLD]),
                 more,
             )
@@ -108,11 +112,16 @@ class PlainAttributes:
         # A buffer that stands in a list as well is saved.
         saved = {id(one) for _, module in objects for one in getattr(module, "_buffers", {}).values()}
         for prefix, one in objects:
-            is_ours = self._is_own[type(one)]
+            is_ours, has_settings = self._is_own[type(one)], self._has_settings[type(one)]
             kept = _NOT_OF_STATE.union(one.state_dict()) if prefix in self._schedulers else _KEPT  # type: ignore[attr-defined]
             for name, value in vars(one).items():
                 # A generator that came or went is another than the one that is saved, whoever keeps it.
-                if self._draws[type(value)] or (is_ours and name not in kept and not name.startswith("_")):
+                is_looked_at = self._draws[type(value)] or (
+                    (is_ours or (has_settings and type(value) in _NUMBERS))
+                    and name not in kept
+                    and not name.startswith("_")
+                )
+                if is_looked_at:
                     mark = mark_of(value, saved)
                     if mark is not ANY:
                         found[f"{prefix}.{name}" if prefix else name] = mark
@@ -122,6 +131,10 @@ class PlainAttributes:
 def is_own(kind: type) -> bool:
     """Whether a class, or one that it is derived from, is the training's own. FSDP2 derives one from each class."""
     return any(not f"{one.__module__}.".startswith(_NOT_OURS) for one in kind.__mro__)
+
+
+def _tells_more(kind: type) -> bool:
+    return issubclass(kind, torch.nn.Module) and kind.get_extra_state is not torch.nn.Module.get_extra_state
 
 
 def mark_of(value: object, saved: Collection[int], depth: int = 3) -> object:

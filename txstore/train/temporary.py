@@ -114,6 +114,10 @@ class TemporaryBuffers:
         made = self.as_made()
         return {fqn: tensor for fqn, tensor in self._tensors().items() if fqn not in made}
 
+    def moved(self) -> list[str]:
+        """Names of those that are known not to be what the code has made; of sharded ones nothing is known."""
+        return sorted(fqn for fqn in self.changed() if self._made.get(fqn) != "")
+
     def keyed(self, place: Place) -> dict[str, torch.Tensor]:
         """Changed buffers under the keys of this rank: they may differ by rank.
 
