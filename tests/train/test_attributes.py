@@ -32,6 +32,7 @@ class Plain(nn.Module):
         self.queue: list[Any] = []
         self.classes = {1}
         self.by_name: dict[str, Any] = {"seen": {"cats": [1, 2]}, "of": [self.inner]}
+        self.shadow = Shadow(self.inner)
         self._private = 0
         self.register_buffer("kept", torch.zeros(1))
         self.both = [self.kept, self.inner.weight]
@@ -88,7 +89,21 @@ def write_into_one_of_a_pair(module: Any) -> None:
     module.pair[1].add_(1)
 
 
+class Shadow:
+    """An average of weights, as many keep it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.updates = 0
+        self.weights = {name: one.detach().clone() for name, one in module.named_parameters()}
+        self.module = module
+
+
+def average(module: Any) -> None:
+    module.shadow.weights["bias"] = torch.ones(2)
+
+
 CHANGES: list[tuple[Any, str]] = [
+    (average, "shadow"),
     (count, "calls"),
     (carry, "hidden"),
     (begin, "later"),
@@ -147,6 +162,7 @@ def test_what_is_saved_or_of_one_step_is_not_told(caplog: pytest.LogCaptureFixtu
     module.counts = module.counts.copy()
     module.seen = module(torch.ones(2)) * 2  # of this step's graph: the next step cannot go on with it
     module._private = 5
+    module.shadow.updates += 1  # an object may count and measure as it likes
     module.eval()
     module.train()
     module.inner.in_features = 2

@@ -156,7 +156,20 @@ def mark_of(value: object, saved: Collection[int], depth: int = 3) -> object:
         marks = [mark_of(one, saved, depth - 1) for one in (_ends(value) if depth else ())]
         # The same set, made again, may come in another order.
         return type(value), len(value), frozenset(marks) if isinstance(value, set | frozenset) else tuple(marks)
-    return id(value) if isinstance(value, Generator) else ANY
+    return id(value) if isinstance(value, Generator) else _mark_of_object(value, saved, depth)
+
+
+def _mark_of_object(value: object, saved: Collection[int], depth: int) -> object:
+    """Marks of tensors that an object holds, such as an average of weights: its counters and clocks say little."""
+    if not depth or isinstance(value, type | torch.nn.Module | torch.optim.Optimizer) or not is_own(type(value)):
+        return ANY
+    held = [(name, one) for name, one in getattr(value, "__dict__", {}).items() if _has_tensors(one)]
+    return tuple((name, mark_of(one, saved, depth - 1)) for name, one in held) if held else ANY
+
+
+def _has_tensors(value: object) -> bool:
+    inner = _ends(value) if isinstance(value, tuple | list | deque | dict) else [value]
+    return any(isinstance(one, torch.Tensor) for one in inner)
 
 
 def _ends(value: Collection[Any]) -> list[object]:
