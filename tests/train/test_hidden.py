@@ -173,6 +173,7 @@ def test_a_module_that_hides_and_moves_is_refused_by_its_name_at_any_save(move: 
 
 def test_what_hides_and_stands_still_is_not_refused() -> None:
     module = Hiding()
+    module.others.append(nn.LazyLinear(2))
     state = TrainState(module)
     module.by_name["teacher"](torch.randn(4, 2))
     module._target[0].requires_grad_(requires_grad=False)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from txstore.errors import ConfigError, UnsupportedValue
 from txstore.train.attributes import LOOKS, Answers, is_own
@@ -173,7 +174,8 @@ class HiddenState:
 
 def _tensors(thing: _Thing) -> list[torch.Tensor]:
     if isinstance(thing, nn.Module):
-        return [*thing.parameters(), *thing.buffers()]
+        # A lazy one has no shape yet.
+        return [one for one in (*thing.parameters(), *thing.buffers()) if not is_lazy(one)]
     return [one for state in thing.state.values() for one in state.values() if isinstance(one, torch.Tensor)]
 
 
