@@ -64,8 +64,8 @@ class PlainAttributes:
 
     Looked at are public attributes of the training's own classes: plain values, tensors that belong to no graph,
     arrays, and tuples, lists, sets, dicts and deques of them. Of torch's classes they are numbers, such as the rate of
-    a dropout; of a scheduler those that its state dict leaves out. A module with a ``get_extra_state`` tells itself what
-    it keeps.
+    a dropout; of a scheduler those that its state dict leaves out. A module with a ``get_extra_state`` tells itself
+    what it keeps.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from txstore.errors import ConfigError, UnsupportedValue
 from txstore.train.attributes import LOOKS, Answers, is_own
 from txstore.train.names import Models
+from txstore.train.own_ways import has_own_state_dict
 from txstore.train.sample import sample
 
 _DEEPEST = 4
@@ -88,11 +89,6 @@ def _refuse_inner_optimizers(given: Sequence[torch.optim.Optimizer], extras: Col
                     "would not be saved",
                     next_step=f"give that one, too, in optimizers=: optimizer.{path}",
                 )
-
-
-def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a class, or somebody in place of it, tells the state in its own way."""
-    return getattr(optimizer.state_dict, "__func__", None) is not torch.optim.Optimizer.state_dict
 
 
 class HiddenState:

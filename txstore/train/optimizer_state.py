@@ -21,13 +21,12 @@ from txstore.errors import ConfigError, StateMismatch, TxStoreError, Unsupported
 from txstore.train.built import as_text, class_of, compare_built, in_groups
 from txstore.train.moments import homeless, placeless, sharded, taken, target
 from txstore.train.names import Models
+from txstore.train.own_ways import own_way
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 from txstore.train.python_state import flatten, lifted_tensors, unflatten
 from txstore.train.schedule import moved_names, set_group
 
 _NOTHING = OptimizerLayout("", ())
-
-_HOOKED = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
 def optimizers_in(given: object) -> list[torch.optim.Optimizer]:
@@ -72,16 +71,12 @@ class OptimizerPiece:
     def _refuse_own_ways(self) -> None:
         """What a state_dict of an optimizer's own, or a hook of one, adds to the state or makes of it, is not seen."""
         for optimizer in self._optimizers:
-            way = f"a {_own_method(optimizer)}"
-            if not _own_method(optimizer):
-                hooked = [name for name in _HOOKED if getattr(optimizer, f"_optimizer_{name}_hooks", None)]
-                if not hooked:
-                    continue
-                way = f"a {hooked[0].replace('_dict_', '_dict ')} hook"
-            raise ConfigError(
-                f"{type(optimizer).__name__} has {way} of its own",
-                next_step="pass it in extras, if its state_dict is plain and equal on all ranks",
-            )
+            way = own_way(optimizer)
+            if way:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has {way} of its own",
+                    next_step="pass it in extras, if its state_dict is plain and equal on all ranks",
+                )
 
     def layouts(self) -> list[OptimizerLayout]:
         """Class and ordered names of the parameters of each optimizer: what a resume must have alike."""
@@ -310,19 +305,6 @@ def with_moments(loaded: Loaded) -> dict[str, str]:
 def _restored(loaded: Loaded) -> dict[int, Mapping[str, Any]]:
     """The saved optimizers that are not left fresh, by their place."""
     return {at: entry for at, entry in enumerate(loaded.shared) if str(at) not in loaded.fresh}
-
-
-def _own_method(optimizer: torch.optim.Optimizer) -> str:
-    """The method by which it gives or takes its state in a way of its own, if it has one."""
-    for name in ("state_dict", "load_state_dict"):
-        method = getattr(optimizer, name)
-        defined = getattr(method, "__func__", method)
-        # That of bitsandbytes keeps its states from being cast, and nothing is cast here.
-        if defined is not getattr(torch.optim.Optimizer, name) and not (
-            name == "load_state_dict" and defined.__module__.startswith("bitsandbytes.")
-        ):
-            return name
-    return ""
 
 
 def _parts(data: bytes) -> list[list[Any]]:

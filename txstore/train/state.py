@@ -162,13 +162,11 @@ class TrainState:
             ConfigError: A hook that keeps state was registered since.
             NotProved: A loop from before the last restore goes on.
         """
-        place = Place(rank, world_size)
         refuse_hooks_with_state(self._models, self._others)
         self.loops.refuse()
         self._attributes.tell()
         self._hidden.refuse_moved()
-        progress = self.progress.recorded()
-        states = {name: piece.capture(place) for name, piece in self.pieces.items()}
+        states = {name: piece.capture(Place(rank, world_size)) for name, piece in self.pieces.items()}
         state: dict[str, Any] = {}
         for name, piece in states.items():
             add_tensors(state, piece.tensors, name)
@@ -186,7 +184,7 @@ class TrainState:
         digests = {name: digest_of(piece.shared) for name, piece in states.items()}
         for piece in states.values():
             digests |= {name: digest_of(value) for name, value in piece.replicated.items()}
-        return Captured(state, progress, tuple(states), digests)
+        return Captured(state, self.progress.recorded(), tuple(states), digests)
 
     def python_target(self, metadata: Metadata, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
         """The part of `target` that holds the Python state: load it first, and `check` it, at little cost."""
