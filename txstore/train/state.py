@@ -182,8 +182,7 @@ class TrainState:
             add_tensors(state, {SHARED: blob(shared)}, "python")
         add_tensors(state, {own_key(rank): blob(own), **own_lifted}, "python")
         digests = {name: digest_of(piece.shared) for name, piece in states.items()}
-        for piece in states.values():
-            digests |= {name: digest_of(value) for name, value in piece.replicated.items()}
+        digests |= {name: digest_of(value) for piece in states.values() for name, value in piece.replicated.items()}
         return Captured(state, self.progress.recorded(), tuple(states), digests)
 
     def python_target(self, metadata: Metadata, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
