@@ -18,6 +18,8 @@ from torch.utils.data import IterableDataset, Sampler
 from txstore.checksum import crc32c
 from txstore.errors import ConfigError, StateMismatch
 from txstore.train import loader
+from txstore.train.left_loaders import LeftLoaders, at_its_end, end_order, made_too_early
+from txstore.train.piece import Loaded
 from txstore.train.progress import TrainProgress
 from txstore.train.read_by_workers import ReadDataset
 from txstore.train.rng import Generator
@@ -212,12 +214,13 @@ class CursorPiece(StatefulPiece):
     Args:
         data: A loader or sampler, or several by name.
         saved: Generators that are saved beside them.
+        progress: The loop's counters.
 
     Raises:
         ConfigError: An object that does not know what training has consumed, or whose order would not come back.
     """
 
-    def __init__(self, data: Any, saved: Collection[Generator]) -> None:
+    def __init__(self, data: Any, saved: Collection[Generator], progress: TrainProgress) -> None:
         named = scoped(data, "data", is_shared=False)
         for name, one in named.items():
             if isinstance(one.item, ElasticBatchSampler):
@@ -230,6 +233,7 @@ class CursorPiece(StatefulPiece):
             if not one.is_vouched_for:
                 loader.refuse_unrepeatable(name, one.item)
                 tell_of_draws(name, one.item, saved)
+        self._left = LeftLoaders({name: one.item for name, one in self._loaders.items()}, progress)
 
     across_ranks = "as many ranks as saved it; with an ElasticBatchSampler all ranks share one cursor, for any number"
 
@@ -245,17 +249,30 @@ class CursorPiece(StatefulPiece):
             loader.refuse_incomplete(name, item, state)
             if not self._items[name].is_vouched_for:
                 loader.refuse_unheld(name, item, state, self._set[name])
+            if self._left.is_left(name):
+                state = at_its_end(name, item, state)
         return state
 
     def more(self, name: str, state: Any) -> dict[str, Any]:  # noqa: ARG002 - the signature of a piece
-        """Attributes of a loader's samplers and dataset, which no state of a loader holds: the epoch, for one."""
+        """What no state of a loader holds: attributes of its samplers and dataset, and whether it was left before its end."""
         if name not in self._loaders:
             return {}
-        return {"attributes": loader.attributes_of(self._items[name].item), "dataset": self._datasets[name].saved()}
+        item = self._items[name].item
+        more = {"attributes": loader.attributes_of(item), "dataset": self._datasets[name].saved()}
+        return {**more, "left": self._left.is_left(name)}
 
     def settings(self, item: Any) -> dict[str, str]:
         """Those attributes, as the code chose them."""
         return loader.settings_of(item) if loader.is_stateful_loader(item) else {}
+
+    def problems(self, loaded: Loaded) -> list[str]:
+        """Also loaders whose iterator was made before the resume, and waits to be read."""
+        early = [name for name in self._loaders if name not in loaded.fresh and made_too_early(self._items[name].item)]
+        return super().problems(loaded) + [
+            f"data {name!r} has an iterator that was made before the resume, and would read on from where it is: call "
+            "iter() after resume()"
+            for name in early
+        ]
 
     def facts(self, item: Any) -> dict[str, str]:
         """Its class, and of a loader what gives its cursor its meaning: how much it reads at once, in whose order."""
@@ -278,4 +295,7 @@ class CursorPiece(StatefulPiece):
             return
         loader.put_attributes_back(item, saved.get("attributes", {}))
         self._datasets[name].put_back(saved.get("dataset", {}))
-        loader.give(name, item, saved["state"])
+        is_left = saved.get("left", False)
+        loader.give(name, item, saved["state"], is_left=is_left)
+        end_order(item, saved["state"], is_left=is_left)
+        self._left.restored(name, is_left=is_left)

@@ -21,6 +21,9 @@ _ORDER = ("batch_size", "drop_last", "num_replicas", "replacement", "seed", "shu
 
 _VOUCH = "if you know that each epoch comes in the same order again, say so: data=repeatable(loader)"
 _METHODS = "give it, or its iterator, state_dict and load_state_dict"
+IS_OVER = "_iterator_finished"
+"""In a loader's state: the next iteration begins a new epoch."""
+
 _NEXT_STEPS = {
     "RandomSampler": "use shuffle=True, or torchdata.stateful_dataloader.sampler.RandomSampler, which has a state",
     "SubsetRandomSampler": "give it a generator= and wrap it in ReplayedSampler, or read a Subset with shuffle=True",
@@ -96,7 +99,7 @@ class _Replay(Iterator[Any]):
 
 def is_stateful_loader(item: Any) -> bool:
     """Whether this is torchdata's `StatefulDataLoader`."""
-    return _from_torchdata(item, "StatefulDataLoader") is not None
+    return from_torchdata(item, "StatefulDataLoader") is not None
 
 
 def batches_given(state: Mapping[str, Any]) -> int:
@@ -125,13 +128,13 @@ def attributes_of(item: Any) -> Places:
     """Numbers in what gives the order and has no state of its own, such as the epoch of a distributed sampler."""
     dataset = getattr(item, "dataset", None)
     iterates = isinstance(dataset, IterableDataset)
-    root = dataset if iterates else _index_sampler(item)
-    if iterates and _has_state(dataset):
+    root = dataset if iterates else index_sampler(item)
+    if iterates and has_state(dataset):
         return {}
     found = {}
     for path, part in places(root).items():
         # A sampler with a state may leave its epoch out, as torchdata's distributed one does.
-        is_stateful = _has_state(_at(root, path))
+        is_stateful = has_state(_at(root, path))
         numbers = {name: value for name, value in part.items() if not isinstance(value, str)}
         found[path] = {name: value for name, value in numbers.items() if name == "epoch" or not is_stateful}
     return found
@@ -150,7 +153,7 @@ def settings_of(item: Any) -> dict[str, str]:
 def put_attributes_back(item: Any, found: Mapping[str, Mapping[str, Any]]) -> None:
     """Before the loader takes its state: from then on its order stands."""
     dataset = getattr(item, "dataset", None)
-    put_back(dataset if isinstance(dataset, IterableDataset) else _index_sampler(item), found)
+    put_back(dataset if isinstance(dataset, IterableDataset) else index_sampler(item), found)
 
 
 def refuse_unrepeatable(name: str, item: Any) -> None:
@@ -161,7 +164,7 @@ def refuse_unrepeatable(name: str, item: Any) -> None:
     """
     dataset = getattr(item, "dataset", None)
     if isinstance(dataset, IterableDataset):
-        why = "" if _has_state(dataset) else why_no_dataset(dataset)
+        why = "" if has_state(dataset) else why_no_dataset(dataset)
         # An iterator that is made by a plain function may have a state: the first save tells.
         if why and _is_generator(type(dataset).__iter__):
             raise ConfigError(
@@ -170,10 +173,10 @@ def refuse_unrepeatable(name: str, item: Any) -> None:
                 next_step=f"{_METHODS}; {_VOUCH}",
             )
         return
-    sampler = _index_sampler(item)
-    if not _has_state(sampler) and _keeps_inner_state(sampler, "BatchSampler"):
+    sampler = index_sampler(item)
+    if not has_state(sampler) and _keeps_inner_state(sampler, "BatchSampler"):
         sampler = sampler.sampler
-    if _has_state(sampler) or _keeps_inner_state(sampler, "RandomSampler"):
+    if has_state(sampler) or _keeps_inner_state(sampler, "RandomSampler"):
         return
     fetched_ahead = bool(item.num_workers)
     if isinstance(sampler, ReplayedSampler):
@@ -240,7 +243,7 @@ def holds_dataset(state: Mapping[str, Any]) -> bool:
     )
 
 
-def give(name: str, item: Any, state: Mapping[str, Any]) -> None:
+def give(name: str, item: Any, state: Mapping[str, Any], *, is_left: bool) -> None:
     """Give a loader its state, and let it take it now.
 
     A loader would take it when it is next iterated, and draw from the global random stream, which by then has
@@ -250,7 +253,7 @@ def give(name: str, item: Any, state: Mapping[str, Any]) -> None:
         StateMismatch: It stands elsewhere afterwards.
     """
     if isinstance(getattr(item, "dataset", None), IterableDataset) and not holds_dataset(state):
-        _read_again(item, batches_given(state), is_over=bool(state.get("_iterator_finished")))
+        _read_again(item, batches_given(state), is_over=bool(state.get(IS_OVER)), is_left=is_left)
     else:
         item.load_state_dict(state)
     there = batches_given(item.state_dict())
@@ -262,22 +265,25 @@ def give(name: str, item: Any, state: Mapping[str, Any]) -> None:
         )
 
 
-def _read_again(item: Any, batches: int, *, is_over: bool) -> None:
+def _read_again(item: Any, batches: int, *, is_over: bool, is_left: bool) -> None:
     """Begin anew and read as much as was read. torchdata would do it, too, and count each of these batches twice."""
     item.load_state_dict({})
     item.state_dict()  # makes the iterator, which the next iteration takes up
-    for at in range(batches + is_over):
+    for at in range(batches + (is_over and not is_left)):
         if next(item._iterator, item) is item and at < batches:  # noqa: SLF001 - iter() would take it out
             break
+    if is_left:
+        item._iterator._finished = True  # noqa: SLF001 - what a state sets that torchdata takes
 
 
-def _index_sampler(item: Any) -> Any:
+def index_sampler(item: Any) -> Any:
     """What the loader asks for its order."""
     found = getattr(item, "batch_sampler", None)
     return found if found is not None else getattr(item, "sampler", None)
 
 
-def _has_state(item: Any) -> bool:
+def has_state(item: Any) -> bool:
+    """Whether a sampler, dataset or iterator has the two methods."""
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
 
 
@@ -287,14 +293,15 @@ def _at(sampler: Any, path: str) -> Any:
     return sampler
 
 
-def _from_torchdata(item: Any, name: str) -> type | None:
+def from_torchdata(item: Any, name: str) -> type | None:
+    """The class of that name in torchdata which an object is of."""
     bases = (base for base in type(item).__mro__ if base.__module__.startswith("torchdata.") and base.__name__ == name)
     return next(bases, None)
 
 
 def _keeps_inner_state(sampler: Any, name: str) -> bool:
     """Whether it iterates as torchdata's class of that name does, with a state."""
-    base: Any = _from_torchdata(sampler, name)
+    base: Any = from_torchdata(sampler, name)
     return base is not None and type(sampler).__iter__ is base.__iter__
 
 
@@ -311,7 +318,7 @@ def _told(sampler: Any) -> str:
 def _next_step(sampler: Any, *, is_moved: bool) -> str:
     """For the sampler that gives the indices."""
     inner = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
-    keeps = _has_state(inner) or isinstance(inner, ReplayedSampler) or _keeps_inner_state(inner, "RandomSampler")
+    keeps = has_state(inner) or isinstance(inner, ReplayedSampler) or _keeps_inner_state(inner, "RandomSampler")
     if keeps:
         return f"pass the {type(inner).__name__} as sampler= with batch_size=: then the loader asks it for its state"
     if inner is not None:

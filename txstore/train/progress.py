@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,8 +15,33 @@ from txstore.errors import ConfigError
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 
 
+class _Watched:
+    """Tells others before ``epoch`` is moved. Copies, also pickled ones, tell nobody."""
+
+    __slots__ = ("__weakref__", "_watchers")
+
+    def on_epoch(self, watcher: Callable[[], None]) -> None:
+        """Call this method of an object before each move of ``epoch``, for as long as the object is there."""
+        object.__setattr__(self, "_watchers", (*self._watching(), weakref.WeakMethod(watcher)))
+
+    def _watching(self) -> tuple[weakref.WeakMethod[Callable[[], None]], ...]:
+        return tuple(one for one in getattr(self, "_watchers", ()) if one() is not None)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "epoch" and value != getattr(self, "epoch", value):
+            for watcher in self._watching():
+                told = watcher()
+                if told is not None:
+                    told()
+        object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> Any:
+        counters: Any = self
+        return type(self), tuple(asdict(counters).values())
+
+
 @dataclass(slots=True)
-class TrainProgress:
+class TrainProgress(_Watched):
     """Counters that the training loop moves; a save reads them at the instant of its capture.
 
     Attributes:

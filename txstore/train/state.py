@@ -115,7 +115,7 @@ class TrainState:
             "gradients": self._gradients,
             "extras": self._extras,
             "progress": ProgressPiece(self.progress),
-            "data": CursorPiece(data, generators.values() if rng else ()),
+            "data": CursorPiece(data, generators.values() if rng else (), self.progress),
         }
         # The streams come last: what is restored before them may draw from them.
         if rng:
