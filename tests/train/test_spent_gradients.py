@@ -14,7 +14,7 @@ from tests.train.trainings import raw, resume, save
 from txstore.errors import UnsupportedValue
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.piece import Place
-from txstore.train.spent import zeros_of
+from txstore.train.spent import _is_zero, zeros_of
 from txstore.train.state import TrainState
 
 ORDERS = ("before", "after", "last")
@@ -71,6 +71,32 @@ def test_heads_that_take_turns_go_on_as_they_would(order: str, to_none: bool, ki
         resumed.steps(3)
         resume(resumed.state, f"{store_url}-{step}")
         assert resumed.steps(9 - step) == wanted[step:], step
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("at", range(4, 9))
+def test_gradients_that_are_cleared_in_both_ways_go_on_as_they_would(at: int, kind: str, store_url: str) -> None:
+    """To None where an epoch begins, to zero after a step: one head without a gradient says nothing of the others."""
+
+    def train(run: Heads, last: int, save_at: int | None = None) -> list[bytes]:
+        def clear(step: int) -> None:
+            run.optimizer.zero_grad(set_to_none=step % 5 == 0)
+            if step == save_at:
+                save(run.state, store_url, step)
+
+        return run.steps(last - run.state.progress.global_step, clear)
+
+    wanted = train(run := Heads("never", to_none=True, kind=kind), at, at) and train(run, 12)
+    resumed = Heads("never", to_none=True, kind=kind)
+    resume(resumed.state, store_url)
+    assert train(resumed, 12) == wanted
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_what_is_zero_of_a_sparse_gradient(sparse: bool) -> None:
+    gradient = torch.zeros(3, 2).to_sparse(1) if sparse else torch.zeros(3, 2)
+    assert _is_zero(gradient)
+    assert not _is_zero(gradient + (torch.ones(3, 2).to_sparse(1) if sparse else 1))
 
 
 def test_it_costs_no_tensor_and_says_what_it_restored(store_url: str) -> None:

@@ -75,9 +75,9 @@ def keeping_zeros(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters whose gradient, if there is one, may still be there as zeros when the next step begins.
 
-    Not those of an optimizer which moved a parameter before that has no gradient now: its gradients are set to None.
-    If such a loop saves between the step and ``zero_grad``, zeros would be left for parameters that the next step
-    does not use.
+    One that is zero stays: a loop may clear in both ways. Of an optimizer which moved a parameter before that has no
+    gradient now, others do not: its gradients are set to None. If such a loop saves between the step and
+    ``zero_grad``, zeros would be left for parameters that the next step does not use.
     """
     cleared = {
         id(parameter)
@@ -85,7 +85,19 @@ def keeping_zeros(
         if any(one.requires_grad and one.grad is None and optimizer.state.get(one) for one in _of(optimizer))
         for parameter in _of(optimizer)
     }
-    return ((fqn, parameter) for fqn, parameter in parameters.items() if id(parameter) not in cleared)
+    return (
+        (fqn, parameter)
+        for fqn, parameter in parameters.items()
+        if id(parameter) not in cleared or (parameter.grad is not None and _is_zero(parameter.grad))
+    )
+
+
+def _is_zero(gradient: torch.Tensor) -> bool:
+    """Whether all of it is known to be zero. A rank knows its part of a sharded one only, and all must say the same."""
+    if isinstance(gradient, DTensor):
+        return False
+    values = gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
+    return not bool(values.any())
 
 
 def _of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
