@@ -226,9 +226,14 @@ def test_a_lazy_module_that_the_first_step_shapes_is_no_other_one(store_url: str
         saves.save()
 
 
+def frozen_by_its_code() -> nn.Module:
+    module: Any = one()
+    module.linear.bias.requires_grad_(False)
+    return module
+
+
 def test_frozen_parameters_that_changed_are_told_with_what_to_do(store_url: str) -> None:
-    run = Run(one())
-    run.module.linear.bias.requires_grad_(False)  # type: ignore[union-attr]
+    run = Run(frozen_by_its_code())
     run.save(store_url)
     other = Run(one())
     text = (
@@ -243,8 +248,7 @@ def test_frozen_parameters_that_changed_are_told_with_what_to_do(store_url: str)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_run_that_thaws_goes_on_at_every_start_of_one_script(frozen: bool, store_url: str) -> None:
     """Frozen before the resume and trained after it, or trained all along: the first start is like the others."""
-    run = Run(one())
-    run.module.linear.bias.requires_grad_(False)  # type: ignore[union-attr]
+    run = Run(frozen_by_its_code())
     run.save(store_url)
     for start in range(3):
         again = Run(one())

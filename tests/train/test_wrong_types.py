@@ -27,6 +27,14 @@ def run(**given: Any) -> Any:
     return Checkpointer("memory://wrong-types", TrainState(net), **given)
 
 
+class InAList(nn.Module):
+    """Registers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(1, 1)]
+
+
 def refused(message: str, make: Any) -> Any:
     return pytest.param(make, message, id=message)
 
@@ -63,6 +71,8 @@ WRONG = [
     refused("extra 'a' is the class Linear", lambda: TrainState(net, extras={"a": nn.Linear})),
     refused("one SGD is given twice", lambda: TrainState(net, [sgd, sgd])),
     refused("one model is given under two names", lambda: TrainState({"a": net, "b": net})),
+    refused("the model has nothing in its state dict", lambda: TrainState(InAList())),
+    refused("model 'b' has nothing in its state dict", lambda: TrainState({"a": net, "b": nn.Identity()})),
     refused("rng is a str, not bool", lambda: TrainState(net, rng="no")),  # type: ignore[arg-type]
     refused(
         "scheduler '0' does not tell its state",

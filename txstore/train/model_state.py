@@ -5,7 +5,8 @@ Parameters are equal on all ranks or sharded, so DCP keeps one copy of each. Pla
 ``model.<fqn>``, those of the others as ``buffers.rank-<r>.<fqn>``. Buffers outside state dicts are in `temporary`.
 
 Modes (`train`, `eval`) are saved while a model trains, and restored: a module that was frozen in the middle of a run
-stays so.
+stays so. So it is with parameters that training has frozen since the `TrainState` was made, or thawed; those that the
+code makes in another way are refused.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from txstore.compat.differences import Difference, accept_step
+from txstore.dcp.tensors import dtype_name
 from txstore.errors import UnsupportedValue
 from txstore.train.names import Models
 from txstore.train.piece import TRAINED, Loaded, PieceState, Place, SavedKeys, Targets
@@ -44,7 +47,8 @@ class ModelPiece:
     def __init__(self, models: Models) -> None:
         self._models = models
         self.temporary = TemporaryBuffers(models)
-        self._made = frozenset(models.state_dict())  # shards are in their places after it
+        self._made = {fqn: _kind(value) for fqn, value in models.state_dict().items()}  # shards are in their places now
+        self._trained_as_made = self._trained()
         self._memory = SharedMemory(models)
 
     def capture(self, place: Place) -> PieceState:
@@ -55,10 +59,12 @@ class ModelPiece:
                 some share memory that did not, or do not any more.
         """
         tensors, extra = self._saved(place)
-        self._refuse_other_names({_OF_A_RANK.sub("", key.removeprefix("model.")) for key in tensors}.union(extra))
+        named = {_OF_A_RANK.sub("", key.removeprefix("model.")): tensor for key, tensor in tensors.items()}
+        self._refuse_other_names({*named, *extra})
+        self._refuse_other_kinds(named)
         self._memory.refuse_other(self.temporary.as_made)
         return PieceState(
-            shared={"extra": extra, "trained": self._trained()},
+            shared={"extra": extra, "trained": self._trained(), "moved": self._moved()},
             replicated={PARAMETERS: list(self._models.parameters())},
             own={**self.temporary.told(), "modes": self._models.modes()},
             tensors={**tensors, **self.temporary.keyed(place)},
@@ -66,7 +72,7 @@ class ModelPiece:
 
     def _refuse_other_names(self, now: set[str]) -> None:
         """Refuse now what the next start would refuse: it builds the model as this one was built."""
-        late, gone = sorted(now - self._made), sorted(self._made - now)
+        late, gone = sorted(now - self._made.keys()), sorted(self._made.keys() - now)
         if late or gone:
             told = [f"{what} {names[:_SHOWN]}" for what, names in (("now also has", late), ("lacks", gone)) if names]
             raise UnsupportedValue(
@@ -75,6 +81,18 @@ class ModelPiece:
                 next_step="make the model whole in __init__, or by one forward pass before the TrainState is made; "
                 "a buffer that is only a cache may be persistent=False, and be made at any time",
             )
+
+    def _refuse_other_kinds(self, now: Mapping[str, torch.Tensor]) -> None:
+        """As above: a resume loads into tensors of the shapes and dtypes that the code makes."""
+        for fqn, tensor in now.items():
+            was, kind = self._made[fqn], _kind(tensor)
+            if was and was != kind:
+                raise UnsupportedValue(
+                    f"{fqn!r} was {was} when the TrainState was made, and is {kind}: the next start could not load it",
+                    key=fqn,
+                    next_step="convert the model, and give it its shapes by __init__ or one forward pass, before the "
+                    "TrainState is made; a buffer whose shape changes may be persistent=False, and is saved as it is",
+                )
 
     def _saved(self, place: Place) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What the modules save themselves: tensors by key, and extra state."""
@@ -98,6 +116,16 @@ class ModelPiece:
 
     def _trained(self) -> dict[str, bool]:
         return {fqn: parameter.requires_grad for fqn, parameter in self._models.parameters().items()}
+
+    def _moved(self) -> list[str]:
+        """The parameters that training has frozen or thawed."""
+        return sorted(fqn for fqn, trained in self._trained().items() if trained != self._trained_as_made.get(fqn))
+
+    def _to_be_moved(self, loaded: Loaded) -> dict[str, bool]:
+        """Those that it had, where the code makes them as it did, and nobody has changed them here."""
+        trained, here = loaded.shared["trained"], self._trained()
+        moved = [fqn for fqn in loaded.shared.get("moved", ()) if fqn in here]  # earlier checkpoints do not tell
+        return {fqn: trained[fqn] for fqn in moved if trained[fqn] != self._trained_as_made.get(fqn) == here[fqn]}
 
     def targets(self, saved: SavedKeys, place: Place) -> Targets:
         """The live tensors. After a change of the world size every rank takes rank 0's buffers."""
@@ -130,22 +158,26 @@ class ModelPiece:
 
     def differences(self, loaded: Loaded) -> list[Difference]:
         """Parameters that are trained on one side only; buffers made otherwise, or left behind; other modes."""
-        found = [*self._frozen(loaded.shared["trained"]), *self.temporary.differences(self._buffers(loaded))]
+        found = [*self._frozen(loaded), *self.temporary.differences(self._buffers(loaded))]
         now = self._models.modes()
         for model in sorted(now.keys() | loaded.own["modes"].keys()):
             was, value = (_mode(modes.get(model)) for modes in (loaded.own["modes"], now))
             if was != value:
                 found.append(Difference("state", f"{model or 'model'} mode", was, value, verdict="noted"))
+        for fqn, is_trained in sorted(self._to_be_moved(loaded).items()):
+            was, value = ("trained", "frozen") if is_trained else ("frozen", "trained")
+            found.append(Difference("state", f"parameter {fqn}", was, value, verdict="noted"))
         if not loaded.same_world and self._has_plain_buffers():
             ranks = f"one for each of {loaded.saved_world_size} ranks"
             found.append(Difference("state", "model buffers", ranks, "rank 0's, on every rank", verdict="noted"))
         return found
 
-    def _frozen(self, saved: Mapping[str, bool]) -> list[Difference]:
-        trained, found = self._trained(), []
+    def _frozen(self, loaded: Loaded) -> list[Difference]:
+        trained, saved, found = self._trained(), loaded.shared["trained"], []
+        both = (saved.keys() & trained.keys()) - self._to_be_moved(loaded).keys()
         for was in (True, False):
             # Parameters that only one side has are judged by their keys, and may be a migration's.
-            names = sorted(fqn for fqn in saved.keys() & trained.keys() if trained[fqn] != saved[fqn] == was)
+            names = sorted(fqn for fqn in both if trained[fqn] != saved[fqn] == was)
             if names:
                 shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
                 sides = ("trained", "frozen") if was else ("frozen", "trained")
@@ -173,6 +205,9 @@ class ModelPiece:
         temporary = self.temporary.restore(loaded.tensors, self._buffers(loaded), as_saved)
         modes = {model: paths for model, paths in loaded.own["modes"].items() if model in self._models.modules}
         self._models.set_modes(modes)
+        parameters = self._models.parameters()
+        for fqn, is_trained in self._to_be_moved(loaded).items():
+            parameters[fqn].requires_grad_(is_trained)
         count = sum(key.startswith(("model.", "buffers.", PREFIX, LATE)) for key in loaded.tensors)
         return {
             "tensors": count,
@@ -188,6 +223,13 @@ def _mode(evaluated: Collection[str] | None) -> str:
         return "evaluation, so modes are left as they are"
     frozen = ", ".join(sorted(evaluated)[:_SHOWN]) + (", ..." if len(evaluated) > _SHOWN else "")
     return f"training, but evaluation for {frozen}" if frozen else "training"
+
+
+def _kind(value: object) -> str:
+    """Dtype and shape of a tensor; "" for what is none, or has no shape yet."""
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
+        return ""
+    return f"{dtype_name(value.dtype)} {list(value.shape)}"
 
 
 def fits(key: str, target: torch.Tensor, saved: TensorStorageMetadata) -> list[str]:

@@ -27,8 +27,8 @@ class Models:
         model: A module, or modules by name; the names go before those of their tensors.
 
     Raises:
-        ConfigError: No module, one under two names, a name with a dot, or a module under FSDP1, whose flat parameters
-            have no names.
+        ConfigError: No module, one under two names, one that holds nothing, a name with a dot, or a module under FSDP1,
+            whose flat parameters have no names.
     """
 
     def __init__(self, model: nn.Module | Mapping[str, nn.Module]) -> None:
@@ -49,6 +49,12 @@ class Models:
                 raise ConfigError(f"not a model's name: {name!r}", next_step="use a name without dots")
             if any(re.match(r"rank-[0-9]+\Z", part) for part in [name, *dict(module.named_children())]):
                 raise ConfigError("a module is called like a rank, and so would its keys be", next_step="rename it")
+            if next(module.parameters(), None) is None and not module.state_dict():
+                raise ConfigError(
+                    f"{f'model {name!r}' if name else 'the model'} has nothing in its state dict",
+                    next_step="make its modules attributes, or keep them in nn.ModuleList or nn.ModuleDict, not in a "
+                    "plain list; leave a model out that has nothing to save",
+                )
             if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
                 raise ConfigError(
                     "FullyShardedDataParallel is not supported", next_step="shard with fully_shard (FSDP2)"
