@@ -81,15 +81,16 @@ def test_parameters_that_the_code_makes_in_another_way_are_told_with_what_to_do(
         assert saves.resume().proved
 
 
-def test_what_was_changed_before_the_resume_is_not_changed_back(store_url: str) -> None:
+@pytest.mark.parametrize("made_frozen", [False, True])
+def test_what_was_changed_before_the_resume_is_not_changed_back(made_frozen: bool, store_url: str) -> None:
     """Somebody has meant it: the saved state says another thing, and neither is taken in silence."""
     run = Adversaries(is_frozen_later=False)
-    run.theirs.bias.requires_grad_(False)
+    run.theirs.bias.requires_grad_(not made_frozen)
     with Checkpointer(store_url, run.state) as saves:
         saves.save()
-    other = Adversaries(is_frozen_later=False)
-    other.theirs.requires_grad_(False)
-    with pytest.raises(StateMismatch, match=r"'theirs\.weight'"), Checkpointer(store_url, other.state) as saves:
+    other = Adversaries(is_frozen_later=False, made_frozen=made_frozen)
+    other.theirs.bias.requires_grad_(made_frozen)
+    with pytest.raises(StateMismatch, match=r"'theirs\.bias'"), Checkpointer(store_url, other.state) as saves:
         saves.resume()
 
 

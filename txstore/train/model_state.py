@@ -122,10 +122,10 @@ class ModelPiece:
         return sorted(fqn for fqn, trained in self._trained().items() if trained != self._trained_as_made.get(fqn))
 
     def _to_be_moved(self, loaded: Loaded) -> dict[str, bool]:
-        """Those that it had, where the code makes them as it did, and nobody has changed them here."""
+        """Those that it had, and that stand here as the code makes them, which is as it did."""
         trained, here = loaded.shared["trained"], self._trained()
         moved = [fqn for fqn in loaded.shared.get("moved", ()) if fqn in here]  # earlier checkpoints do not tell
-        return {fqn: trained[fqn] for fqn in moved if trained[fqn] != self._trained_as_made.get(fqn) == here[fqn]}
+        return {fqn: trained[fqn] for fqn in moved if here[fqn] != trained[fqn] != self._trained_as_made.get(fqn)}
 
     def targets(self, saved: SavedKeys, place: Place) -> Targets:
         """The live tensors. After a change of the world size every rank takes rank 0's buffers."""
