@@ -49,15 +49,15 @@ class Models:
                 raise ConfigError(f"not a model's name: {name!r}", next_step="use a name without dots")
             if any(re.match(r"rank-[0-9]+\Z", part) for part in [name, *dict(module.named_children())]):
                 raise ConfigError("a module is called like a rank, and so would its keys be", next_step="rename it")
+            if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+                raise ConfigError(
+                    "FullyShardedDataParallel is not supported", next_step="shard with fully_shard (FSDP2)"
+                )
             if next(module.parameters(), None) is None and not module.state_dict():
                 raise ConfigError(
                     f"{f'model {name!r}' if name else 'the model'} has nothing in its state dict",
                     next_step="make its modules attributes, or keep them in nn.ModuleList or nn.ModuleDict, not in a "
                     "plain list; leave a model out that has nothing to save",
-                )
-            if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
-                raise ConfigError(
-                    "FullyShardedDataParallel is not supported", next_step="shard with fully_shard (FSDP2)"
                 )
 
     def state_dict(self) -> dict[str, object]:
