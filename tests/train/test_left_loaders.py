@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler, StatefulDistributedSampler
 
 from tests.train.trainings import resume, save
-from txstore.errors import StateMismatch, UnsupportedValue
+from txstore.errors import UnsupportedValue
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.loader import ReplayedSampler
 from txstore.train.progress import TrainProgress
@@ -334,45 +334,3 @@ def test_copies_of_the_counters_tell_nobody() -> None:
     gc.collect()
     progress.epoch += 1
     assert not progress._watching()
-
-
-def test_an_iterator_that_was_made_before_the_resume_is_refused(store_url: str) -> None:
-    loop = Loop("shuffled")
-    loop.run(1)
-    save(loop.state, store_url, 3)
-    other = Loop("shuffled")
-    early = iter(other.loader)
-    before = other.state.progress.global_step
-    with pytest.raises(
-        StateMismatch, match=r"data '0' has an iterator that was made before .*iter\(\) after resume\(\)"
-    ):
-        resume(other.state, store_url)
-    assert other.state.progress.global_step == before
-    del early
-    resume(other.state, store_url)
-
-
-@pytest.mark.parametrize("how", ["dropped", "in a circle", "ended", "looked at"])
-def test_one_that_nobody_will_read_is_not(how: str, store_url: str) -> None:
-    loop = Loop("shuffled")
-    loop.run(1)
-    save(loop.state, store_url, 3)
-    wanted = loop.run(1)
-    other = Loop("shuffled")
-    held: Any = iter(other.loader)
-    gc.disable()
-    if how == "in a circle":
-        circle: list[Any] = [held]
-        circle.append(circle)
-        del circle
-    if how == "ended":
-        list(held)
-    if how == "looked at":
-        next(held)
-    if how in {"dropped", "in a circle"}:
-        del held
-    try:
-        resume(other.state, store_url)
-    finally:
-        gc.enable()
-    assert other.run(1) == wanted

@@ -18,8 +18,7 @@ from torch.utils.data import IterableDataset, Sampler
 from txstore.checksum import crc32c
 from txstore.errors import ConfigError, StateMismatch
 from txstore.train import loader
-from txstore.train.left_loaders import LeftLoaders, at_its_end, end_order, made_too_early
-from txstore.train.piece import Loaded
+from txstore.train.left_loaders import LeftLoaders, at_its_end, end_order
 from txstore.train.progress import TrainProgress
 from txstore.train.read_by_workers import ReadDataset
 from txstore.train.rng import Generator
@@ -264,15 +263,6 @@ class CursorPiece(StatefulPiece):
     def settings(self, item: Any) -> dict[str, str]:
         """Those attributes, as the code chose them."""
         return loader.settings_of(item) if loader.is_stateful_loader(item) else {}
-
-    def problems(self, loaded: Loaded) -> list[str]:
-        """Also loaders whose iterator was made before the resume, and waits to be read."""
-        early = [name for name in self._loaders if name not in loaded.fresh and made_too_early(self._items[name].item)]
-        return super().problems(loaded) + [
-            f"data {name!r} has an iterator that was made before the resume, and would read on from where it is: call "
-            "iter() after resume()"
-            for name in early
-        ]
 
     def facts(self, item: Any) -> dict[str, str]:
         """Its class, and of a loader what gives its cursor its meaning: how much it reads at once, in whose order."""

@@ -7,7 +7,6 @@ but so it is, too, where a time limit ended the loop, and there a resume must re
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import weakref
@@ -39,14 +38,6 @@ _ONLY_ITS_OWN = _references(_Alone())
 def is_held(item: Any) -> bool:
     """Whether somebody beside the loader holds its iterator: a loop that reads it, or a variable."""
     return _references(item) > _ONLY_ITS_OWN
-
-
-def made_too_early(item: Any) -> bool:
-    """Whether somebody holds an iterator of which nothing was read yet: it would not know of a state given now."""
-    if item._iterator is None or item._iterator._num_yielded or not is_held(item):  # noqa: SLF001 - as above
-        return False
-    gc.collect()
-    return is_held(item)
 
 
 @dataclass(frozen=True, slots=True)
