@@ -253,7 +253,7 @@ class CursorPiece(StatefulPiece):
         return state
 
     def more(self, name: str, state: Any) -> dict[str, Any]:  # noqa: ARG002 - the signature of a piece
-        """What no state of a loader holds: attributes of its samplers and dataset, and whether it was left before its end."""
+        """What no state of a loader holds: attributes of its samplers and dataset, and whether it was left early."""
         if name not in self._loaders:
             return {}
         item = self._items[name].item
