@@ -13,7 +13,7 @@ import os
 import queue
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TypeAlias
 
 import numpy as np
@@ -33,8 +33,9 @@ PAGE_BYTES = 4096
 SMALL_BYTES = 1 << 20
 """Below this, regions share one block: thousands of scalars must not cost thousands of allocations."""
 ALIGN_BYTES = 64
-PIECE_BYTES = 4 << 20
-"""Least that is worth a thread. Pieces are as large as can be: `memcpy` takes the fast way for large ones only."""
+THREAD_BYTES = 16 << 20
+"""Least that is worth a thread, which takes up to a millisecond to begin. Pieces are as large as can be: `memcpy` takes
+the fast way for large ones only."""
 MAX_THREADS = 4
 
 
@@ -135,17 +136,18 @@ def copy_regions(pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
 
 
 def _copy_on_cpu(runs: list[tuple[Bytes, Bytes]], rest: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-    share = sum(out.nbytes for _, out in runs) // threads
-    pieces = _pieces(runs, max(share, PIECE_BYTES))
-    threads = min(threads, pieces.qsize())
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="txstore-snapshot") as pool:
-        helpers = [pool.submit(_drain, pieces) for _ in range(threads - 1)]
-        for target, source in rest:
-            target.copy_(source)
+    total = sum(out.nbytes for _, out in runs)
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), max(1, total // THREAD_BYTES))
+    pieces = _pieces(runs, max(total // threads, THREAD_BYTES))
+    helpers = min(threads, pieces.qsize()) - 1
+    with ThreadPoolExecutor(helpers, thread_name_prefix="txstore-snapshot") if helpers > 0 else nullcontext() as pool:
+        drained = [pool.submit(_drain, pieces) for _ in range(helpers)] if pool else []
+        if rest:
+            targets, sources = zip(*rest, strict=True)
+            torch._foreach_copy_(targets, sources)
         _drain(pieces)
-        for helper in helpers:
-            helper.result()
+        for one in drained:
+            one.result()
 
 
 def _pieces(runs: list[tuple[Bytes, Bytes]], piece_bytes: int) -> queue.SimpleQueue[tuple[Bytes, Bytes]]:

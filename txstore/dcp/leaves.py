@@ -105,13 +105,14 @@ class Layout:
         Raises:
             UnsupportedValue: It cannot be copied exactly.
         """
-        if isinstance(tensor, ShardedTensor):
+        is_plain = type(tensor) in _PLAIN_CLASSES
+        if not is_plain and isinstance(tensor, ShardedTensor):
             nbytes = sum(shard.tensor.nbytes for shard in tensor.local_shards())
             return self._cloned(tensor, nbytes)
         if tensor.is_nested and tensor.layout == torch.strided:
             raise UnsupportedValue(f"{name!r} is a nested tensor", key=name, next_step="save its parts instead")
         check_storable(tensor, name)
-        subclass = None if type(tensor) in _PLAIN_CLASSES else tensor
+        subclass = None if is_plain else tensor
         if subclass is not None:
             if isinstance(tensor, AsyncCollectiveTensor):
                 # Until then its memory is whatever was there before.
@@ -120,7 +121,10 @@ class Layout:
                 return self._wrapped(tensor, name)
         if tensor.is_quantized:
             return self._cloned(tensor, tensor.numel() * tensor.element_size())
-        source = tensor.detach() if subclass is None else _memory_of(tensor)
+        if subclass is not None:
+            source = _memory_of(tensor)
+        else:
+            source = tensor.detach() if tensor.requires_grad else tensor
         return Plain(source, tensor.requires_grad, self._region(source), subclass)
 
     def _cloned(self, tensor: torch.Tensor, nbytes: int) -> Cloned:

@@ -56,6 +56,8 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
     Raises:
         UnsupportedValue: Sparse, nested or meta tensors, and wrappers without memory of their own.
     """
+    if type(tensor) is torch.Tensor and _has_memory(tensor):
+        return  # nearly all are so, and a state may have thousands
     problem = ""
     if tensor.layout != torch.strided:
         problem = f"a tensor of layout {dtype_name_of_layout(tensor.layout)}"
@@ -67,6 +69,10 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
         raise UnsupportedValue(
             f"{name!r} is {problem}", key=name, next_step="convert it to a dense tensor before saving"
         )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta and (tensor.data_ptr() != 0 or not tensor.numel())
 
 
 def dtype_name_of_layout(layout: torch.layout) -> str:
