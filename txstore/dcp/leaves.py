@@ -121,10 +121,7 @@ class Layout:
                 return self._wrapped(tensor, name)
         if tensor.is_quantized:
             return self._cloned(tensor, tensor.numel() * tensor.element_size())
-        if subclass is not None:
-            source = _memory_of(tensor)
-        else:
-            source = tensor.detach() if tensor.requires_grad else tensor
+        source = _memory_of(tensor) if subclass is not None or tensor.requires_grad else tensor
         return Plain(source, tensor.requires_grad, self._region(source), subclass)
 
     def _cloned(self, tensor: torch.Tensor, nbytes: int) -> Cloned:
@@ -199,8 +196,8 @@ def _tensors(
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A subclass's tensor as the plain one that it is."""
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - the only way
+    """A tensor without its class and its gradient."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - the only way to a subclass's plain memory
         return tensor.detach()
 
 
