@@ -243,3 +243,24 @@ def test_training_stands_still_for_the_first_looks_only(caplog: pytest.LogCaptur
     count(module)
     state.capture()
     assert told(caplog) == []
+
+
+class Average(dict[str, Any]):
+    """Keeps an average of weights in itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.update(state)
+
+
+def test_an_attribute_that_is_an_extra_is_saved(caplog: pytest.LogCaptureFixture) -> None:
+    module = Plain()
+    module.average = Average(weight=torch.ones(2))
+    for extras in ({"average": module.average}, {}):
+        caplog.clear()
+        state = TrainState(module, extras=extras)
+        module.average["weight"].mul_(2)
+        state.capture()
+        assert bool(told(caplog)) == (not extras)

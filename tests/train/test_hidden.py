@@ -184,6 +184,29 @@ def test_what_hides_and_stands_still_is_not_refused() -> None:
     state.capture()
 
 
+class Rotary(nn.Module):
+    """Makes its table when it is used, and a longer one when it has to."""
+
+    def forward(self, length: int) -> torch.Tensor:
+        if getattr(self, "table", torch.ones(0)).numel() < length:
+            self.register_buffer("table", torch.arange(length).cos(), persistent=False)
+        return self.table
+
+
+def test_the_cache_of_a_frozen_one_may_move() -> None:
+    module = Hiding()
+    module.others.append(Rotary())
+    module.others[-1](2)
+    state = TrainState(module)
+    module.others[-1](4)
+    state.capture()
+    module.others[-1].weight = nn.Parameter(torch.ones(1))
+    state = TrainState(module)
+    module.others[-1](8)
+    with pytest.raises(UnsupportedValue, match="training changes"):
+        state.capture()
+
+
 def test_one_that_is_made_late_is_refused_when_it_moves() -> None:
     module = Hiding()
     state = TrainState(module)

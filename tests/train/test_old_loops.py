@@ -165,6 +165,22 @@ def test_who_has_left_the_loop_hears_nothing(job: Job) -> None:
     job.saves.save()
 
 
+def test_an_iterator_of_other_data_that_is_kept_does_no_harm(store_url: str) -> None:
+    """A look at the validation's first batch, say: it is not read any more, and would be stopped if it were."""
+    state = TrainState(nn.Linear(2, 2), data={name: stateful(TrainProgress())[0] for name in ("train", "valid")})
+    train, valid = (state.pieces["data"]._items[name].item for name in ("train", "valid"))
+    with Checkpointer(store_url, state) as saves:
+        saves.save()
+        kept = iter(valid)
+        next(kept)
+        saves.resume()
+        for _ in train:
+            state.progress.global_step += 1
+            saves.record(loss=1.0)
+        with pytest.raises(NotProved, match="'valid'"):
+            next(kept)
+
+
 def test_data_that_is_left_as_it_is_goes_on(store_url: str) -> None:
     job = Job("loader", store_url)
     loop = iter(job.batches)

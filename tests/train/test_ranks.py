@@ -304,10 +304,16 @@ def test_a_rank_with_the_streams_of_another_is_not_proved(pool: Pool, store_url:
 
 def leaving_early(me: Rank, url: str) -> Any:
     run = ranked(me)
-    slow = FaultyStore(url, Fault(Hold(0.5), "list", "", forever=True))  # the save has not begun when the group goes
-    saves = Checkpointer(slow, run.state)
+    gone = threading.Event()
+
+    def when_it_is_gone(store: object, key: str, call: Any) -> Any:
+        assert threading.current_thread().name != "txstore-saves" or gone.wait(30)
+        return call()
+
+    saves = Checkpointer(FaultyStore(url, Fault(when_it_is_gone, "list", "", forever=True)), run.state)
     saves.save()
     dist.destroy_process_group()
+    gone.set()
     with pytest.raises(TxStoreError) as raised:
         saves.close()
     return type(raised.value).__name__

@@ -419,6 +419,51 @@ def unproved() -> dict[str, Function]:
     }
 
 
+class Decorated(Loop):
+    @torch.no_grad()
+    def without_gradient(self, step: int) -> float:
+        return 0.9**step
+
+    @functools.lru_cache  # noqa: B019 - as people write it
+    def kept(self, step: int) -> float:
+        return 0.9**step
+
+    def logged(self, step: int) -> float:
+        logging.getLogger("training").info("step %d", step)
+        return 0.9**step
+
+
+@functools.cache
+def cached(step: int) -> float:
+    return 0.9**step
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        Decorated().without_gradient,
+        Decorated().kept,
+        Decorated().logged,
+        cached,
+        functools.update_wrapper(functools.partial(pow, 0.9), cached),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_decorators_and_libraries_keep_is_no_state(function: Function, *, inside: bool, store_url: str) -> None:
+    def make() -> TrainState:
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        schedule: Any = rates.LambdaLR(optimizer, function)
+        if inside:
+            schedule = rates.SequentialLR(optimizer, [schedule, rates.ConstantLR(optimizer)], [5])
+        return TrainState(net, optimizer, schedulers=schedule)
+
+    with Checkpointer(store_url, make()) as saves:
+        saves.save()
+    with Checkpointer(store_url, make()) as saves:
+        assert saves.resume().step == 0
+
+
 @pytest.mark.parametrize("name", unproved())
 def test_a_function_that_may_do_more_than_read_is_not_asked(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     LOG.clear()

@@ -66,7 +66,7 @@ WRONG = [
     refused("fresh is a str", lambda: ResumeOptions(fresh="optimizer")),
     refused("accept is a str", lambda: ResumeOptions(accept="batch_size")),
     refused("seen_samples is a str", lambda: ResumeOptions(seen_samples="x")),  # type: ignore[arg-type]
-    refused("matrix is a str, not Matrix", lambda: ResumeOptions(matrix="a.yml")),  # type: ignore[arg-type]
+    refused("matrix= takes what is in the file, not its name", lambda: ResumeOptions(matrix="a.yml")),  # type: ignore[arg-type]
     refused("fallback='newest' is not one of", lambda: ResumeOptions(fallback="newest")),  # type: ignore[arg-type]
     refused("extra 'a' is the class Linear", lambda: TrainState(net, extras={"a": nn.Linear})),
     refused("one SGD is given twice", lambda: TrainState(net, [sgd, sgd])),

@@ -73,8 +73,10 @@ class PlainAttributes:
         models: Models,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         schedulers: Mapping[str, Any] = MappingProxyType({}),
+        others: Collection[object] = (),
     ) -> None:
         self._models = models
+        self._others = others  # extras: what is one of them is saved
         self._schedulers = {f"scheduler.{name}": one for name, one in schedulers.items()}
         self._optimizers = optimizers
         self._is_own = Answers(lambda kind: is_own(kind) and not _tells_more(kind))
@@ -120,6 +122,7 @@ class PlainAttributes:
                     (is_ours or (has_settings and type(value) in _NUMBERS))
                     and name not in kept
                     and not name.startswith("_")
+                    and not any(value is other for other in self._others)
                 )
                 if is_looked_at:
                     mark = mark_of(value, saved)

@@ -170,9 +170,16 @@ class HiddenState:
 
 def _tensors(thing: _Thing) -> list[torch.Tensor]:
     if isinstance(thing, nn.Module):
-        # A lazy one has no shape yet.
-        return [one for one in (*thing.parameters(), *thing.buffers()) if not is_lazy(one)]
+        # A lazy one has no shape yet; and what a frozen one makes anew, such as a rotary table, is a cache.
+        caches = set() if any(one.requires_grad for one in thing.parameters()) else _not_persistent(thing)
+        found = (*thing.parameters(), *thing.buffers())
+        return [one for one in found if not is_lazy(one) and id(one) not in caches]
     return [one for state in thing.state.values() for one in state.values() if isinstance(one, torch.Tensor)]
+
+
+def _not_persistent(module: nn.Module) -> set[int]:
+    names = ((one, name) for one in module.modules() for name in one._non_persistent_buffers_set)  # noqa: SLF001
+    return {id(one._buffers.get(name)) for one, name in names}  # noqa: SLF001 - torch tells in no other way
 
 
 def _mark(tensors: list[torch.Tensor]) -> object:

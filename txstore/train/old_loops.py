@@ -53,6 +53,8 @@ class OldLoops:
         self._forget()
         if not self._old or self._progress == self._restored:
             return
+        if any(_latest(item) for item in self._data.values()):
+            return  # a new loop was begun; one of before would be stopped at its next batch
         gc.collect()  # a loop that was left may be held by a cycle
         self._forget()
         for name in self._old:

@@ -204,6 +204,7 @@ class _Code:
     def __init__(self, reader: _Reader, code: CodeType, function: FunctionType, names: Mapping[str, Any]) -> None:
         self._reader, self._code, self._function = reader, code, function
         self._space, self._where = function.__globals__, function.__name__
+        self._is_ours = not _is_of_library(function)
         self._instructions = [*dis.get_instructions(code)]
         local = [name for one in self._instructions for name in stored(one)]
         self._once = {name for name in local if local.count(name) == 1 and name not in names}
@@ -225,7 +226,7 @@ class _Code:
                 self._step(operation, name, instruction)
             changed = change(before, instruction, after, self._own)
             root = self._roots.get(_start(instruction))
-            if changed and root is not None:
+            if changed and root is not None and self._is_ours:
                 self._reader.keeps(f"changes {root!r} in {self._where}")
             elif changed and not self._reader.change:
                 self._reader.change = f"may change a list, dict or array ({changed}) in {self._where}"
@@ -246,7 +247,7 @@ class _Code:
         elif operation in _ATTRIBUTES:
             self._reader.of_values.add(name)
         elif operation == "STORE_ATTR" and is_named:
-            self._reader.set[id(top), name] = f"sets '{chain}.{name}' in {self._where}"
+            self._sets((id(top), name), f"sets '{chain}.{name}' in {self._where}")
         elif operation == "STORE_FAST" and is_named and name in self._once:
             self._names[name] = top
         else:
@@ -259,6 +260,12 @@ class _Code:
             self._roots[position] = self._chain
         elif operation.startswith("CALL"):
             self._roots.pop(position, None)
+
+    def _sets(self, key: object, what: str) -> None:
+        if self._is_ours:
+            self._reader.set[key] = what
+        else:
+            self._reader.may(what)  # a cache or a counter of a library, such as those of logging
 
     def _other(self, operation: str, name: str) -> None:
         reader = self._reader
@@ -276,9 +283,9 @@ class _Code:
         elif operation == "IMPORT_FROM" and self._module is not None:
             self._attribute(self._module, name, self._module.__name__)
         elif operation in {"STORE_GLOBAL", "DELETE_GLOBAL"}:
-            reader.set[id(self._space), name] = f"sets {name!r} in {self._where}"
+            self._sets((id(self._space), name), f"sets {name!r} in {self._where}")
         elif operation in {"STORE_DEREF", "DELETE_DEREF"} and name in self._function.__code__.co_freevars:
-            reader.set[name] = f"sets {name!r} in {self._where}"
+            self._sets(name, f"sets {name!r} in {self._where}")
         elif operation in _UNCERTAIN:
             reader.may(f"uses {name!r}")
 
@@ -299,6 +306,11 @@ class _Code:
             reader.may(f"uses {path!r}")
         else:
             self._top, self._chain = value, path
+
+
+def _is_of_library(function: FunctionType) -> bool:
+    module = (function.__module__ or "").partition(".")[0]
+    return module in sys.stdlib_module_names or "site-packages" in function.__code__.co_filename
 
 
 def _set_in(code: CodeType) -> Iterator[str]:

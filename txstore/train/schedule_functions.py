@@ -29,7 +29,9 @@ PROBED = [*range(257), *sorted({int(257 * 1.02**power) for power in range(420)})
 _AGAIN = [bisect.bisect_left(PROBED, step) for step in (1, 10, 100, 1_000, 10_000, 100_000)]
 """Places of those that are asked again at each save."""
 
-_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, MethodWrapperType, functools.partial)
+FUNCTIONS = (
+    FunctionType, MethodType, BuiltinFunctionType, MethodWrapperType, functools.partial, functools._lru_cache_wrapper,  # noqa: SLF001
+)  # fmt: skip
 """Of these torch saves nothing, or what is of no use. Of other objects it saves the attributes."""
 
 _OF_TORCH = ("]", "scale_fn")
@@ -82,7 +84,7 @@ class Functions:
             self.facts[path] = known[id(function)]
 
     def _fact(self, path: str, scheduler: object, function: Any, saved: Collection[object]) -> str:
-        if not isinstance(function, _FUNCTIONS):
+        if not isinstance(function, FUNCTIONS):
             return class_of(function)
         reading = reading_of(function)
         if reading.keeps and path.endswith(_OF_TORCH):
@@ -134,7 +136,7 @@ def _functions(scheduler: object, path: str) -> Iterator[tuple[str, object, obje
             yield f"{path}scale_fn", scheduler, custom
     if not type(scheduler).__module__.startswith("torch."):
         for name, value in getattr(scheduler, "__dict__", {}).items():
-            if isinstance(value, _FUNCTIONS) and not name.startswith("_scale_fn"):
+            if isinstance(value, FUNCTIONS) and not name.startswith("_scale_fn"):
                 yield f"{path}{name}", scheduler, value
     for at, part in enumerate(parts_of(scheduler)):
         yield from _functions(part, f"{path}{at}.")

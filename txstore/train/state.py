@@ -121,7 +121,7 @@ class TrainState:
         if rng:
             self.pieces["rng"] = RandomStreams(generators)
         moving = {name: one.item for name, one in scoped(schedulers, "scheduler", is_shared=True).items()}
-        self._attributes = PlainAttributes(self._models, several, moving)
+        self._attributes = PlainAttributes(self._models, several, moving, self._others)
         self._hidden = HiddenState(self._models, several, self._others)
         self.history = History()
         self.loops = OldLoops(sources, self.progress)

@@ -13,13 +13,13 @@ from torch.optim import lr_scheduler
 
 from txstore.compat.differences import Difference
 from txstore.errors import ConfigError, StateMismatch, TxStoreError, describe
-from txstore.train.built import class_of, compare_built, compare_facts, driven_by, settings_of
+from txstore.train.built import class_of, compare_built, compare_facts, driven_by, parts_of, settings_of
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 from txstore.train.proof import Check
 from txstore.train.python_state import flatten
 from txstore.train.rng import Generator
 from txstore.train.sample import sample
-from txstore.train.schedule_functions import Functions
+from txstore.train.schedule_functions import FUNCTIONS, Functions
 
 log = logging.getLogger(__name__)
 
@@ -343,9 +343,29 @@ class SchedulerPiece(StatefulPiece):
 
 def scheduler_state(scheduler: Stateful) -> Any:
     """The state of a scheduler, with that of those which its state dict holds as objects, as many a warm-up does."""
-    state = scheduler.state_dict()
+    state = _without_code(scheduler, scheduler.state_dict())
     held = _held(state)
     return {**state, **{at: one.state_dict() for at, one in held.items()}} if held else state
+
+
+def _without_code(scheduler: Any, state: Any) -> Any:
+    """Without what decorators hang on a function: torch takes it for state, as it does the attributes of an object."""
+    if not isinstance(state, Mapping):
+        return state
+    changed: dict[str, Any] = {}
+    functions, saved = getattr(scheduler, "lr_lambdas", None), state.get("lr_lambdas")
+    if isinstance(functions, list) and isinstance(saved, list) and len(functions) == len(saved):
+        changed["lr_lambdas"] = [_plain(one, entry) for one, entry in zip(functions, saved, strict=True)]
+    parts, inner = parts_of(scheduler), state.get("_schedulers")
+    if isinstance(inner, list) and len(inner) == len(parts):
+        changed["_schedulers"] = [_without_code(one, entry) for one, entry in zip(parts, inner, strict=True)]
+    return {**state, **changed} if changed else state
+
+
+def _plain(function: object, entry: Any) -> Any:
+    if not isinstance(function, FUNCTIONS) or not isinstance(entry, Mapping):
+        return entry
+    return {name: value for name, value in entry.items() if name[:2] != "__" and not callable(value)}
 
 
 def _held(state: Any) -> dict[str, lr_scheduler.LRScheduler]:
