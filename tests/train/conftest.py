@@ -21,6 +21,9 @@ def no_failure_is_left_for_the_end() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def workers_that_were_left_are_ended_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def workers_that_were_left_are_ended_soon() -> Iterator[None]:
     """A loader that ends before its epoch waits 5 s for each worker that is still about to send what it has read."""
-    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.25)
+    # Not by monkeypatch: what every test asks for is undone last, and a test's own patches with it.
+    before, _utils.MP_STATUS_CHECK_INTERVAL = _utils.MP_STATUS_CHECK_INTERVAL, 0.25
+    yield
+    _utils.MP_STATUS_CHECK_INTERVAL = before

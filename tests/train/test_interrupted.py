@@ -32,10 +32,12 @@ def saves(run, tmp_path):
 
 @pytest.fixture
 def handle():
-    """Installs a handler of SIGUSR1 for one test."""
-    before = signal.getsignal(signal.SIGUSR1)
+    """Installs a handler of SIGUSR1 for one test; SIGINT has Python's own, whatever other tests have left."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield functools.partial(signal.signal, signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def interrupt(number=signal.SIGUSR1):
@@ -131,6 +133,7 @@ def test_nor_what_handles_an_exception_that_came_with_a_signal(run, saves, handl
     with pytest.raises(TransactionStateError, match="an exception that a signal has raised"):
         try:
             interrupt(signal.SIGINT)
+            pytest.fail("no KeyboardInterrupt")
         except KeyboardInterrupt:
             saves.save()
     with pytest.raises(TransactionStateError, match="an exception that a signal has raised"):
