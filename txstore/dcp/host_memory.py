@@ -120,13 +120,15 @@ def copy_regions(pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
     devices = {region.source.device for _, region in pairs if not region.source.is_cpu}
     runs = []
     rest = []
+    # Torch's threads wait for their next work by spinning, and threads of ours would share their cores (ADR 0015).
+    own_threads = torch.get_num_threads() == 1
     try:
         for target, region in pairs:
             source = region.source
             if not source.is_cpu:
                 # Pinned memory only: into other memory the copy would block at once, and all others behind it.
                 target.copy_(source, non_blocking=target.is_pinned())
-            elif region.nbytes >= SMALL_BYTES and region.dense and not (source.is_conj() or source.is_neg()):
+            elif own_threads and region.nbytes >= SMALL_BYTES and _is_run(region):
                 runs.append((_run(target), _run(source)))
             else:
                 rest.append((target, source))
@@ -135,7 +137,12 @@ def copy_regions(pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
         _wait_for_devices(devices)  # also after an error: the memory is free then, and nothing may still arrive in it
 
 
+def _is_run(region: Region) -> bool:
+    return region.dense and not (region.source.is_conj() or region.source.is_neg())
+
+
 def _copy_on_cpu(runs: list[tuple[Bytes, Bytes]], rest: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy whole tensors with torch, and runs of bytes with threads of our own."""
     total = sum(out.nbytes for _, out in runs)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), max(1, total // THREAD_BYTES))
     pieces = _pieces(runs, max(total // threads, THREAD_BYTES))

@@ -73,8 +73,9 @@ class Memory:
         Of its own, because DCP pickles tensors in tuples with their whole storage, and because torch 2.13 dies of a
         segmentation fault when DTensors that share one are sent to the process of PROCESS mode.
         """
-        # In place: a view would keep its base. The fewest calls: a state has thousands of small tensors.
-        return torch.from_numpy(self._bytes[start : start + nbytes]).view(dtype).as_strided_(shape, strides)
+        # The fewest calls: a state has thousands of small tensors. In place: a view would keep its base.
+        flat = torch.frombuffer(self._bytes, dtype=dtype, offset=start, count=nbytes // dtype.itemsize)
+        return flat.as_strided_(shape, strides)
 
 
 class _Exported:
