@@ -3,8 +3,8 @@ PYTHON ?= python3
 ARGS ?=
 URL ?=
 DEMO_DIR ?= .demo
-# Processes that run tests; `make test WORKERS=0` runs all in one, for a debugger.
-WORKERS ?= 2
+# Processes that run tests, one more than cores: tests wait much for servers and killed ranks. `make test WORKERS=0` runs all in one, for a debugger.
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin

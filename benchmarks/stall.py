@@ -49,21 +49,21 @@ def tensors(state: State) -> list[torch.Tensor]:
     return [tensor for part in state.values() for tensor in part.values()]
 
 
-def stager(*, shared: bool = False) -> DefaultStager:
-    """DCP's own. Pinned and non-blocking copies need an accelerator and are refused, or ignored, without one."""
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False, use_shared_memory=shared, use_async_staging=False, use_non_blocking_copy=False
-        )
-    )
-
-
 class NoCopy(DefaultStager):
     """Stages nothing: what is left is DCP's own call."""
 
     def stage(self, state_dict: Any, **_: Any) -> Any:
         """The state itself."""
         return state_dict
+
+
+def stager(kind: type[DefaultStager] = DefaultStager, *, shared: bool = False) -> DefaultStager:
+    """DCP's own. Pinned and non-blocking copies need an accelerator and are refused, or ignored, without one."""
+    return kind(
+        StagingOptions(
+            use_pinned_memory=False, use_shared_memory=shared, use_async_staging=False, use_non_blocking_copy=False
+        )
+    )
 
 
 def training_step(weights: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ def variants(state: State) -> dict[str, Save]:
         "stock: one DefaultStager kept": stock(kept),
         "stock: the same, shared memory": stock(kept_shared),
         OURS: ours,
-        NO_COPY: stock(NoCopy(StagingOptions(False, False, False, False))),
+        NO_COPY: stock(stager(NoCopy)),
         LIMIT: plain,
     }
 
