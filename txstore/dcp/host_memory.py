@@ -104,10 +104,10 @@ def _block(nbytes: int) -> torch.Tensor:
     """Memory that begins on a page."""
     if torch.accelerator.is_available():
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             log.warning("no pinned memory for a snapshot of %d bytes, so its copy is slower: %s", nbytes, error)
-    raw = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
+    raw = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
     start = -raw.data_ptr() % PAGE_BYTES
     return raw[start : start + nbytes]
 

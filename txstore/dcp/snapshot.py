@@ -241,7 +241,7 @@ def _build(leaf: Leaf, copies: list[torch.Tensor]) -> torch.Tensor:
 def _build_plain(leaf: Plain, copies: list[torch.Tensor]) -> torch.Tensor:
     source = leaf.source
     if leaf.region is None:
-        made = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+        made = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cpu")
     else:
         made = copies[leaf.region].detach()  # one for each leaf, on the same storage
     if leaf.subclass is not None:

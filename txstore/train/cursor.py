@@ -202,7 +202,7 @@ def _take_back(before: torch.Tensor) -> None:
     """
     drawn = torch.Generator()
     drawn.set_state(before)
-    torch.empty((), dtype=torch.int64).random_(generator=drawn)
+    torch.empty((), dtype=torch.int64, device="cpu").random_(generator=drawn)
     if torch.equal(drawn.get_state(), torch.get_rng_state()):
         torch.set_rng_state(before)
 

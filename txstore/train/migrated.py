@@ -49,7 +49,7 @@ class MigratedLoad:
             if key in self._plan.transforms:
                 found = self._saved[source]
                 assert isinstance(found, TensorStorageMetadata)
-                self._whole[key] = torch.empty(found.size, dtype=found.properties.dtype)
+                self._whole[key] = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
                 wanted[source] = self._whole[key]
             else:
                 wanted[source] = tensor

@@ -26,7 +26,7 @@ def target(
     if parameter is not None and parameter.shape == shape and len(shape):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     # A step, or a factored moment: small, so every rank loads all of it and cuts out its part.
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def taken(
@@ -64,7 +64,10 @@ def homeless(data: bytes, parameter: torch.Tensor, *, was_sharded: bool) -> list
 
 def placeless(data: bytes) -> bytes:
     """The state without its tensors, the same wherever they lie."""
-    blank = {path: torch.empty((), dtype=one.dtype).expand(one.shape) for path, one in lifted_tensors(data).items()}
+    blank = {
+        path: torch.empty((), dtype=one.dtype, device="cpu").expand(one.shape)
+        for path, one in lifted_tensors(data).items()
+    }
     return flatten(unflatten(data, blank))[0]
 
 

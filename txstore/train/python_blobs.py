@@ -91,4 +91,4 @@ def like(live: torch.Tensor | None, saved: TensorStorageMetadata) -> torch.Tenso
     """A tensor to load a saved one into: placed as the live one if it fits."""
     if live is not None and not fits("", live, saved):
         return torch.empty_like(live, requires_grad=False)
-    return torch.empty(saved.size, dtype=saved.properties.dtype)
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")

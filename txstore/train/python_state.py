@@ -73,7 +73,7 @@ def lifted_tensors(data: bytes) -> dict[str, LiftedTensor]:
         if record.path in found:
             raise malformed(f"{record.path!r} is named twice")
         found[record.path] = record
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     _decode(_tree(data), note, 0)
     return found

@@ -62,7 +62,7 @@ class Schedule:
         """Where to load settings that are tensors, of the optimizers that `follows` names."""
         roots = tuple(f"optimizer.{at}.groups" for at in self.follows(fresh))
         found = {key: one for key, one in saved.tensors.items() if roots and key.startswith(roots)}
-        return {key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in found.items()}
+        return {key: torch.empty(one.size, dtype=one.properties.dtype, device="cpu") for key, one in found.items()}
 
     def problems(self, entries: Sequence[Mapping[str, Any]], fresh: Collection[str]) -> list[str]:
         """Optimizers that begin anew and cannot take the settings which a restored scheduler moves."""
@@ -132,7 +132,9 @@ def _moved(entry: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Set
     common = unflatten(entry["state"], {})[0]
     paths = lifted_tensors(common)
     # A placeholder for what is not loaded: only names are asked for then.
-    given = {path: tensors.get(path, torch.empty(one.shape, dtype=one.dtype)) for path, one in paths.items()}
+    given = {
+        path: tensors.get(path, torch.empty(one.shape, dtype=one.dtype, device="cpu")) for path, one in paths.items()
+    }
     groups: Settings = unflatten(common, given)["groups"]
     return [
         {

@@ -43,7 +43,7 @@ class _Extent:
         if all(one.stop - one.start <= one.tensor.nbytes for one in (self, other)):
             return True
         begin = min(self.start, other.start)
-        used = torch.zeros(max(self.stop, other.stop) - begin, dtype=torch.bool)
+        used = torch.zeros(max(self.stop, other.stop) - begin, dtype=torch.bool, device="cpu")
         _bytes_in(used, self, begin).fill_(1)
         return bool(_bytes_in(used, other, begin).any())
 
