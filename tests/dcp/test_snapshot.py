@@ -284,6 +284,36 @@ def test_what_cannot_be_copied_is_refused_before_anything_is(kind: str, root: st
     assert entries(open_store(root)) == []
 
 
+class Cloning(dict[str, torch.Tensor]):
+    """Clones what it is given, also while a copy of it is made."""
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        super().__setitem__(key, value.detach().clone())
+
+
+class Summed:
+    """Computes from a tensor of the state when it is copied."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__setstate__({"tensor": tensor})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.tensor = state["tensor"]
+        self.sum = float(self.tensor.sum())
+
+
+def test_what_reads_tensors_while_it_is_copied_reads_this_snapshot() -> None:
+    buffers = SnapshotBuffers()
+    for value in (1.0, 2.0, 3.0):
+        tensor = torch.full((MIB,), value)
+        cloning = Cloning()
+        cloning["w"] = tensor
+        with buffers.stage({"cloning": cloning, "w": tensor, "summed": Summed(tensor)}) as snapshot:
+            tensor.zero_()
+            assert float(snapshot.state_dict["cloning"]["w"].sum()) == value * MIB
+            assert snapshot.state_dict["summed"].sum == value * MIB
+
+
 def test_an_object_that_cannot_be_copied_is_named() -> None:
     buffers = SnapshotBuffers(timeout_s=1)
     with pytest.raises(UnsupportedValue, match="lock") as caught:

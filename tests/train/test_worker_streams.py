@@ -186,6 +186,35 @@ def test_it_is_told_where_it_is_missing(
     assert caplog.messages == []
 
 
+def mixed(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(sample) for sample in samples]) * torch.rand(())
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(16))
+
+
+@pytest.mark.parametrize(
+    "dataset", [TensorDataset(torch.arange(16)), list(range(16)), range(16), Counting(), Endless()]
+)
+def test_a_collate_fn_that_may_draw_in_workers_is_told_whatever_the_dataset(
+    dataset: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    TrainState(nn.Linear(1, 1), data=StatefulDataLoader(dataset, num_workers=2, collate_fn=mixed))
+    (told,) = caplog.messages
+    assert "collate_fn" in told
+    assert ("WorkerStreams" in told) != isinstance(dataset, IterableDataset)
+    caplog.clear()
+    TrainState(nn.Linear(1, 1), data=StatefulDataLoader(dataset, collate_fn=mixed))  # draws from the run's own stream
+    TrainState(nn.Linear(1, 1), data=StatefulDataLoader(dataset, num_workers=2))
+    TrainState(nn.Linear(1, 1), data=StatefulDataLoader(dataset, num_workers=2, batch_size=None))
+    if not isinstance(dataset, IterableDataset):
+        wrapped = WorkerStreams(dataset)
+        TrainState(nn.Linear(1, 1), data=StatefulDataLoader(wrapped, num_workers=2, collate_fn=mixed))
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("own", [random.Random(1), np.random.default_rng(1), torch.Generator()])
 def test_a_generator_that_is_saved_is_not_told(own: Any, caplog: pytest.LogCaptureFixture) -> None:
     dataset = Noisy()

@@ -114,7 +114,7 @@ class SnapshotBuffers:
             save_ends_with_thread: Set by `StorageWriter` for `dcp.async_save` (see the module).
 
         Raises:
-            UnsupportedValue: A tensor or object that cannot be copied exactly. Nothing has been copied.
+            UnsupportedValue: A tensor or object that cannot be copied exactly. Tensors are refused before any copy.
             SnapshotTooLarge: More than `max_bytes`, or more than the machine can give.
             SnapshotInUse: The previous snapshot was not released within `timeout_s`.
             TransactionStateError: This thread is inside `stage` already: a signal handler that saves.
@@ -168,9 +168,10 @@ class SnapshotBuffers:
             memories[block].tensor(start, region.nbytes, region.source.dtype, region.source.shape, region.strides)
             for region, (block, start) in zip(layout.regions, places, strict=True)
         ]
-        state = _rebuilt(state_dict, layout, copies)
+        # First the bytes: a container that clones what it is given, or an object that computes from its tensors when
+        # it is rebuilt, would otherwise read what the snapshot before this one left there.
         copy_regions(list(zip(copies, layout.regions, strict=True)))
-        return state, lease
+        return _rebuilt(state_dict, layout, copies), lease
 
 
 def estimate_bytes(state_dict: Mapping[str, Any]) -> int:
@@ -227,7 +228,7 @@ def _rebuilt(state_dict: Mapping[str, Any], layout: Layout, copies: list[torch.T
 
 
 def _build(leaf: Leaf, copies: list[torch.Tensor]) -> torch.Tensor:
-    """The tensor of a snapshot that stands for a leaf; its memory is filled later."""
+    """The tensor of a snapshot that stands for a leaf."""
     if isinstance(leaf, Cloned):
         return leaf.clone()
     if isinstance(leaf, Plain):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, default_convert, get_worker_info
 
 from txstore.errors import ConfigError, StateMismatch
 from txstore.train.python_state import flatten, unflatten
@@ -93,7 +93,7 @@ class WorkerStreams(Dataset[Any]):
 
 
 def tell_of_draws(name: str, loader: Any, saved: Collection[Generator]) -> None:
-    """Warn of a loader whose dataset may draw random numbers that no state holds.
+    """Warn of a loader whose dataset, or ``collate_fn`` in a worker, may draw random numbers that no state holds.
 
     Args:
         name: Of the data, for the message.
@@ -101,7 +101,19 @@ def tell_of_draws(name: str, loader: Any, saved: Collection[Generator]) -> None:
         saved: Generators that `TrainState` saves.
     """
     dataset = loader.dataset
+    if isinstance(dataset, WorkerStreams):
+        return
     if isinstance(dataset, IterableDataset | TensorDataset | list | tuple | range) or _has_state(dataset):
+        if loader.num_workers and loader.collate_fn not in (default_collate, default_convert):
+            log.warning(
+                "data %r: what its collate_fn draws at random in %d workers, as mixup and masking do, is not saved and "
+                "would differ after a resume in the middle of an epoch: %s",
+                name,
+                loader.num_workers,
+                "draw from a generator in the state of the dataset's iterator"
+                if isinstance(dataset, IterableDataset)
+                else "give the loader WorkerStreams(dataset)",
+            )
         return
     own = [place for place, one in _generators(dataset) if all(one is not known for known in saved)]
     if loader.num_workers:
