@@ -212,9 +212,9 @@ def test_parameters_that_torch_lays_side_by_side_share_nothing() -> None:
 def test_many_tensors_are_looked_at_at_little_cost() -> None:
     net = nn.Sequential(*(nn.Linear(1, 1) for _ in range(2000)))
     shared = SharedMemory(Models(net))
-    began = time.perf_counter()
+    began = time.thread_time()
     shared.refuse_other(tuple)
-    assert time.perf_counter() - began < 1
+    assert time.thread_time() - began < 1
 
 
 def sharded(rank: Rank) -> str:
