@@ -25,7 +25,7 @@ from workers import Pool, Rank
 
 from txstore.catalog import entries, find, newest
 from txstore.dcp import SnapshotBuffers, StorageReader, StorageWriter, estimate_bytes, host_memory
-from txstore.dcp.leaves import Region
+from txstore.dcp.leaves import Form, Region
 from txstore.dcp.staged import Staged
 from txstore.errors import SnapshotInUse, SnapshotTooLarge, StoreFullError, UnsupportedValue
 from txstore.registry import open_store
@@ -55,7 +55,7 @@ def pointers(state: Any) -> list[int]:
 
 
 def blocks(buffers: SnapshotBuffers) -> set[int]:
-    return {block.data_ptr() for block in buffers._memory._blocks}
+    return {block.data_ptr() for block in buffers._memory.arrangement.blocks}
 
 
 def fill(state: Any, value: int) -> None:
@@ -386,9 +386,9 @@ def test_copies_of_devices_are_waited_for_after_an_error_too(monkeypatch: pytest
     """Else they would arrive in memory that the next snapshot already holds."""
     waited: list[torch.device] = []
     monkeypatch.setattr(host_memory, "_wait_for_devices", waited.extend)
-    on_device = Region(torch.ones(2, device="meta"), (1,), dense=True, nbytes=8)
+    on_device = Region(torch.ones(2, device="meta"), Form(torch.float32, (2,), (1,)), dense=True, nbytes=8)
     with pytest.raises(NotImplementedError):  # nothing can be copied out of a meta tensor
-        host_memory.copy_regions([(torch.ones(2), on_device)])
+        host_memory.copy_regions([torch.ones(2)], [on_device])
     assert waited == [torch.device("meta")]
 
 

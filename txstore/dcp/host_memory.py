@@ -14,7 +14,7 @@ import queue
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,19 @@ log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
-Place: TypeAlias = tuple[int, int]
-"""Number of a block, and the offset in it, in bytes."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrangement:
+    """Host memory for some regions.
+
+    Attributes:
+        blocks: All of it.
+        places: For each region the number of its block, and the offset in it, in bytes.
+    """
+
+    blocks: list[torch.Tensor]
+    places: list[tuple[int, int]]
+
 
 PAGE_BYTES = 4096
 SMALL_BYTES = 1 << 20
@@ -58,14 +69,14 @@ class HostMemory:
     """Blocks of host memory, pinned where there is an accelerator."""
 
     def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []
+        self.arrangement = Arrangement([], [])
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(block.nbytes for block in self._blocks)
+        return sum(block.nbytes for block in self.arrangement.blocks)
 
-    def arrange(self, sizes: Sequence[int]) -> tuple[list[torch.Tensor], list[Place]]:
+    def arrange(self, sizes: Sequence[int]) -> Arrangement:
         """The blocks for regions of these sizes, and where in them each lies.
 
         Blocks that fit are used again; others are let go before new ones are made.
@@ -74,7 +85,7 @@ class HostMemory:
             RuntimeError: The machine has no memory left.
         """
         wanted: list[int] = []
-        places: list[Place] = []
+        places: list[tuple[int, int]] = []
         arena = sum(size >= SMALL_BYTES for size in sizes)  # the block after those of the large ones
         arena_bytes = 0
         for size in sizes:
@@ -86,18 +97,17 @@ class HostMemory:
                 arena_bytes += _up(size, ALIGN_BYTES)
         if arena_bytes:
             wanted.append(_up(arena_bytes, PAGE_BYTES))
-        return self._take(wanted), places
+        self.arrangement = Arrangement(self._take(wanted), places)
+        return self.arrangement
 
     def _take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         spare: dict[int, list[torch.Tensor]] = {}
-        for block in reversed(self._blocks):  # popped from the end: the same layout finds the same blocks again
+        for block in reversed(self.arrangement.blocks):  # popped from the end: as in the list when all are taken
             spare.setdefault(block.nbytes, []).append(block)
-        self._blocks = []
+        self.arrangement = Arrangement([], [])
         found = [spare[size].pop() if spare.get(size) else None for size in sizes]
         spare.clear()
-        blocks = [_block(size) if block is None else block for size, block in zip(sizes, found, strict=True)]
-        self._blocks = blocks
-        return blocks
+        return [_block(size) if block is None else block for size, block in zip(sizes, found, strict=True)]
 
 
 def _block(nbytes: int) -> torch.Tensor:
@@ -112,18 +122,18 @@ def _block(nbytes: int) -> torch.Tensor:
     return raw[start : start + nbytes]
 
 
-def copy_regions(pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
-    """Copy regions into host memory, each into a tensor of its dtype, shape and strides.
+def copy_regions(targets: Sequence[torch.Tensor], regions: Sequence[Region]) -> None:
+    """Copy regions into host memory, each into a tensor of its form.
 
     On return every byte has arrived.
     """
-    devices = {region.source.device for _, region in pairs if not region.source.is_cpu}
+    devices = {region.source.device for region in regions if not region.source.is_cpu}
     runs = []
     rest = []
     # Torch's threads wait for their next work by spinning, and threads of ours would share their cores (ADR 0015).
     own_threads = torch.get_num_threads() == 1
     try:
-        for target, region in pairs:
+        for target, region in zip(targets, regions, strict=True):
             source = region.source
             if not source.is_cpu:
                 # Pinned memory only: into other memory the copy would block at once, and all others behind it.

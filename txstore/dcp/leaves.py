@@ -7,40 +7,59 @@ refused before the first byte of it is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from msgspec import Struct
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from txstore.dcp.tensors import check_storable
+from txstore.dcp.tensors import check_storable, has_memory
 from txstore.errors import UnsupportedValue, describe
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+_VALUES = (int, float, str, bytes, type(None))
 
-# Named tuples where there is one for each tensor: frozen data classes take three times as long to make.
+Path: TypeAlias = "tuple[Path, object] | None"
+"""Keys from the state dict down to a tensor, the last one first: names are made where they are told only."""
+
+# Structs where there is one for each tensor: named tuples take three times as long to make, data classes ten times.
 
 
-class Region(NamedTuple):
+class Form(Struct, frozen=True, gc=False):
+    """What a tensor on given memory looks like."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+    strides: Sequence[int]
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+class Region(Struct, frozen=True, gc=False):
     """Memory that is copied once, however many tensors of the state show it.
 
     Attributes:
         source: A tensor without gradient, of no subclass, on any device.
-        strides: Those of the copy: the source's if its elements lie side by side, else row-major.
+        form: Of the copy. Its strides are the source's if its elements lie side by side, else row-major.
         dense: Whether they do, so that the copy is one run of bytes.
         nbytes: Size of the copy.
     """
 
     source: torch.Tensor
-    strides: tuple[int, ...]
+    form: Form
     dense: bool
     nbytes: int
 
 
-class Plain(NamedTuple):
+class Plain(Struct, frozen=True, gc=False):
     """A tensor that is its memory: a view of region number `region`, or None if it holds nothing.
 
     Attributes:
@@ -89,15 +108,15 @@ class Layout:
     """What a snapshot of a state consists of.
 
     Attributes:
-        leaves: Each tensor of the state with its name and what becomes of it; one that occurs twice is here once.
+        leaves: Each tensor of the state with its path and what becomes of it; one that occurs twice is here once.
         regions: What is copied into buffers.
         cloned_bytes: What is copied by tensors' own methods.
     """
 
-    leaves: list[tuple[str, torch.Tensor, Leaf]] = field(default_factory=list)
+    leaves: list[tuple[Path, torch.Tensor, Leaf]] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     cloned_bytes: int = 0
-    _known: dict[tuple[object, ...], int] = field(default_factory=dict)
+    _known: dict[int, list[int]] = field(default_factory=dict)  # by address
 
     def add(self, tensor: torch.Tensor, name: str) -> Leaf:
         """Lay out one tensor.
@@ -124,6 +143,12 @@ class Layout:
         source = _memory_of(tensor) if subclass is not None or tensor.requires_grad else tensor
         return Plain(source, tensor.requires_grad, self._region(source), subclass)
 
+    def add_plain(self, tensor: torch.Tensor) -> Plain | None:
+        """Lay out what nearly all are, with the fewest questions: plain memory, no gradient. None for any other."""
+        if not has_memory(tensor) or tensor.requires_grad or tensor.is_nested or tensor.is_quantized:
+            return None
+        return Plain(tensor, requires_grad=False, region=self._region(tensor))
+
     def _cloned(self, tensor: torch.Tensor, nbytes: int) -> Cloned:
         self.cloned_bytes += nbytes
         return Cloned(tensor, nbytes)
@@ -138,14 +163,16 @@ class Layout:
     def _region(self, source: torch.Tensor) -> int | None:
         if source.numel() == 0:
             return None
-        shape, strides, at = source.shape, source.stride(), source.data_ptr()
-        known = (source.device, at, source.dtype, shape, strides, source.is_conj(), source.is_neg())
-        number = self._known.get(known)
-        if number is None:
-            dense = source.is_contiguous() or _side_by_side(shape, strides)
-            number = self._known[known] = len(self.regions)
-            self.regions.append(Region(source, strides if dense else _row_major(shape), dense, source.nbytes))
-        return number
+        here = self._known.setdefault(source.data_ptr(), [])
+        for number in here:
+            if _is_same_view(source, self.regions[number].source):
+                return number
+        here.append(len(self.regions))
+        shape, strides = source.shape, source.stride()
+        dense = source.is_contiguous() or _side_by_side(shape, strides)
+        form = Form(source.dtype, shape, strides if dense else _row_major(shape))
+        self.regions.append(Region(source, form, dense, source.nbytes))
+        return here[-1]
 
 
 @torch.no_grad()
@@ -156,43 +183,50 @@ def lay_out(state_dict: Mapping[str, Any]) -> Layout:
         UnsupportedValue: A tensor that cannot be copied exactly; names its key and its class.
     """
     layout = Layout()
-    # Objects, not only ids: the id of an object that is gone may be another's.
-    seen: dict[int, object] = {}
-    for path, tensor in _tensors(state_dict, (), seen):
-        if id(tensor) in seen:
-            continue
-        seen[id(tensor)] = tensor
-        name = ".".join(path)
-        try:
-            layout.leaves.append((name, tensor, layout.add(tensor, name)))
-        except UnsupportedValue:
-            raise
-        except Exception as error:
-            raise UnsupportedValue(
-                f"{name!r} is a {type(tensor).__name__} that cannot be copied: {describe(error)}", key=name
-            ) from error
+    _walk(state_dict, None, {}, layout)
     return layout
 
 
-def _tensors(
-    value: object, path: tuple[str, ...], seen: dict[int, object]
-) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-        return
-    entries: Iterator[tuple[object, object]]
-    if isinstance(value, Mapping):
-        entries = iter(value.items())
-    elif isinstance(value, (list, tuple)):
-        entries = iter(enumerate(value))
+def name_of(path: Path) -> str:
+    """``model.layers.0.weight``."""
+    keys = []
+    while path is not None:
+        path, key = path
+        keys.append(str(key))
+    return ".".join(reversed(keys))
+
+
+def _walk(container: object, path: Path, seen: dict[int, object], layout: Layout) -> None:
+    entries: Iterable[tuple[object, object]]
+    if isinstance(container, Mapping):
+        entries = container.items()
+    elif isinstance(container, (list, tuple)):
+        entries = enumerate(container)
     else:
         return
-    if id(value) in seen:  # a container that holds itself
-        return
-    seen[id(value)] = value
+    # Objects, not only ids: the id of an object that is gone may be another's.
+    seen[id(container)] = container
     for key, entry in entries:
-        if not isinstance(entry, (int, float, str, bytes, type(None))):
-            yield from _tensors(entry, (*path, str(key)), seen)
+        if isinstance(entry, _VALUES) or id(entry) in seen:  # a container may hold itself
+            continue
+        if isinstance(entry, torch.Tensor):
+            seen[id(entry)] = entry
+            _put(entry, (path, key), layout)
+        else:
+            _walk(entry, (path, key), seen, layout)
+
+
+def _put(tensor: torch.Tensor, path: Path, layout: Layout) -> None:
+    try:
+        leaf = layout.add_plain(tensor) if type(tensor) is torch.Tensor else None
+        layout.leaves.append((path, tensor, leaf or layout.add(tensor, name_of(path))))
+    except UnsupportedValue:
+        raise
+    except Exception as error:
+        name = name_of(path)
+        raise UnsupportedValue(
+            f"{name!r} is a {type(tensor).__name__} that cannot be copied: {describe(error)}", key=name
+        ) from error
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,6 +238,18 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
 def _is_wrapper(tensor: object) -> bool:
     # Not at the place of use: torch's TypeGuard tells mypy that a Tensor can be no wrapper.
     return is_traceable_wrapper_subclass(tensor)
+
+
+def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors at one address show the same elements."""
+    return (
+        one.device == other.device
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+    )
 
 
 def _side_by_side(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -7,21 +7,23 @@ this rank (`txstore.dcp.staged` says how that is known); until then the next `st
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from txstore.dcp.host_memory import HostMemory, copy_regions, footprint
-from txstore.dcp.leaves import Cloned, Layout, Leaf, Plain, lay_out
+from txstore.dcp.copies import Copies
+from txstore.dcp.host_memory import Arrangement, HostMemory, copy_regions, footprint
+from txstore.dcp.leaves import Cloned, Form, Layout, Leaf, Path, Plain, lay_out, name_of
 from txstore.dcp.one_at_a_time import one_at_a_time
-from txstore.dcp.staged import GiveBack, Lease, Memory, Staged
+from txstore.dcp.staged import GiveBack, Staged
 from txstore.errors import SnapshotInUse, SnapshotTooLarge, TransactionStateError, UnsupportedValue, describe
 
 log = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class SnapshotBuffers:
         self.timeout_s = timeout_s
         self.inside: set[int] = set()
         self._memory = HostMemory()
+        self._ahead: Copies | None = None
         # One token: who holds it may write into the buffers.
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._free.put(None)
@@ -124,16 +127,20 @@ class SnapshotBuffers:
         waited_s = self._wait()
         give_back = GiveBack(self._free)
         try:
-            state, lease = self._copy(state_dict, layout, needed, give_back)
+            copies = self._copies(layout, needed)
+            copies.lease.hold(give_back)
+            state = _copied(state_dict, layout, copies)
         except BaseException:
             give_back()
             raise
-        staged = Staged(state, lease=lease, save_ends_with_thread=save_ends_with_thread)
+        ahead = functools.partial(self._make_ahead, copies.arrangement, copies.forms)
+        staged = Staged(state, lease=copies.lease, on_read=ahead, save_ends_with_thread=save_ends_with_thread)
         return Snapshot(staged, needed, waited_s, give_back)
 
     def close(self) -> None:
         """Let go of the memory; a snapshot in use keeps its own until its end. The set stays usable."""
         self._memory = HostMemory()
+        self._ahead = None
 
     def _wait(self) -> float:
         began = time.monotonic()
@@ -153,25 +160,23 @@ class SnapshotBuffers:
         log.info("the snapshot waited %.3f s for the previous save", waited_s)
         return waited_s
 
-    @torch.no_grad()
-    def _copy(
-        self, state_dict: Mapping[str, Any], layout: Layout, needed: int, give_back: GiveBack
-    ) -> tuple[dict[str, Any], Lease]:
-        memory = self._memory
+    def _copies(self, layout: Layout, needed: int) -> Copies:
+        """Tensors for the regions of a layout: those that were made ahead, if they fit."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.fit(self._memory.arrangement, layout.regions):
+            return ahead
+        del ahead
         try:
-            blocks, places = memory.arrange([region.nbytes for region in layout.regions])
+            arrangement = self._memory.arrange([region.nbytes for region in layout.regions])
         except (RuntimeError, MemoryError) as error:
             raise _too_large(needed, f"no memory: {describe(error)}") from error
-        lease = Lease(give_back)
-        memories = [Memory(block, lease) for block in blocks]
-        copies = [
-            memories[block].tensor(start, region.nbytes, region.source.dtype, region.source.shape, region.strides)
-            for region, (block, start) in zip(layout.regions, places, strict=True)
-        ]
-        # First the bytes: a container that clones what it is given, or an object that computes from its tensors when
-        # it is rebuilt, would otherwise read what the snapshot before this one left there.
-        copy_regions(list(zip(copies, layout.regions, strict=True)))
-        return _rebuilt(state_dict, layout, copies), lease
+        return Copies(arrangement, [region.form for region in layout.regions])
+
+    def _make_ahead(self, arrangement: Arrangement, forms: Sequence[Form]) -> None:
+        """Make the tensors of the next snapshot, in the thread of the save, while this one is in use."""
+        self._ahead = Copies(arrangement, forms)
+        if self._memory.arrangement is not arrangement:  # closed meanwhile: it would keep the memory
+            self._ahead = None
 
 
 def estimate_bytes(state_dict: Mapping[str, Any]) -> int:
@@ -206,7 +211,15 @@ def _available() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _rebuilt(state_dict: Mapping[str, Any], layout: Layout, copies: list[torch.Tensor]) -> dict[str, Any]:
+@torch.no_grad()
+def _copied(state_dict: Mapping[str, Any], layout: Layout, copies: Copies) -> dict[str, Any]:
+    # First the bytes: a container that clones what it is given, or an object that computes from its tensors when
+    # it is rebuilt, would otherwise read what the snapshot before this one left there.
+    copy_regions(copies.tensors, layout.regions)
+    return _rebuilt(state_dict, layout, copies)
+
+
+def _rebuilt(state_dict: Mapping[str, Any], layout: Layout, copies: Copies) -> dict[str, Any]:
     """The state again, its tensors showing the copies, everything else deep-copied.
 
     Raises:
@@ -214,20 +227,22 @@ def _rebuilt(state_dict: Mapping[str, Any], layout: Layout, copies: list[torch.T
     """
     memo: dict[int, Any] = {}
     state = {}
-    at: object = ""
+    at: Path = None
     try:
         for at, tensor, leaf in layout.leaves:  # noqa: B007 - told below
             memo[id(tensor)] = _build(leaf, copies)
-        for at, value in state_dict.items():
-            state[at] = copy.deepcopy(value, memo)
+        for key, value in state_dict.items():
+            at = (None, key)
+            state[key] = copy.deepcopy(value, memo)
     except TransactionStateError:  # a signal's, not the value's
         raise
     except Exception as error:
-        raise UnsupportedValue(f"{at!r} cannot be copied: {describe(error)}", key=str(at)) from error
+        name = name_of(at)
+        raise UnsupportedValue(f"{name!r} cannot be copied: {describe(error)}", key=name) from error
     return state
 
 
-def _build(leaf: Leaf, copies: list[torch.Tensor]) -> torch.Tensor:
+def _build(leaf: Leaf, copies: Copies) -> torch.Tensor:
     """The tensor of a snapshot that stands for a leaf."""
     if isinstance(leaf, Cloned):
         return leaf.clone()
@@ -239,12 +254,12 @@ def _build(leaf: Leaf, copies: list[torch.Tensor]) -> torch.Tensor:
     return rebuilt
 
 
-def _build_plain(leaf: Plain, copies: list[torch.Tensor]) -> torch.Tensor:
+def _build_plain(leaf: Plain, copies: Copies) -> torch.Tensor:
     source = leaf.source
     if leaf.region is None:
         made = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cpu")
     else:
-        made = copies[leaf.region].detach()  # one for each leaf, on the same storage
+        made = copies.take(leaf.region)
     if leaf.subclass is not None:
         made = made.as_subclass(type(leaf.subclass))
         vars(made).update(copy.deepcopy(vars(leaf.subclass)))

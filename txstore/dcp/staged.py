@@ -15,10 +15,9 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import ItemsView, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from txstore.errors import TxStoreError
@@ -50,46 +49,27 @@ class GiveBack:
 
 
 class Lease:
-    """The hold on a set of buffers: dies with the last tensor that shows a snapshot's memory."""
+    """The hold on a set of buffers: ends with the last tensor that shows a snapshot's memory."""
 
-    __slots__ = ("__weakref__", "give_back")
+    __slots__ = ("__weakref__", "_ends")
 
-    def __init__(self, give_back: GiveBack) -> None:
-        self.give_back = give_back
-        weakref.finalize(self, give_back).atexit = False
+    def __init__(self) -> None:
+        self._ends: list[GiveBack] = []
+        weakref.finalize(self, _give_all_back, self._ends).atexit = False
 
+    def hold(self, give_back: GiveBack) -> None:
+        """From now on a snapshot has the buffers: what is called when it ends. Tensors made ahead hold nothing."""
+        self._ends.append(give_back)
 
-class Memory:
-    """A block of host memory, as numpy and then torch take it: what they make of it keeps the block and the lease."""
-
-    def __init__(self, block: torch.Tensor, lease: Lease) -> None:
-        self._bytes = np.asarray(_Exported(block, lease))
-
-    def tensor(
-        self, start: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
-    ) -> torch.Tensor:
-        """A tensor on a part of the memory, which is a storage of its own.
-
-        Of its own, because DCP pickles tensors in tuples with their whole storage, and because torch 2.13 dies of a
-        segmentation fault when DTensors that share one are sent to the process of PROCESS mode.
-        """
-        # The fewest calls: a state has thousands of small tensors. In place: a view would keep its base.
-        flat = torch.frombuffer(self._bytes, dtype=dtype, offset=start, count=nbytes // dtype.itemsize)
-        return flat.as_strided_(shape, strides)
+    @property
+    def give_back(self) -> GiveBack:
+        """Of the snapshot that has the buffers."""
+        return self._ends[-1]
 
 
-class _Exported:
-    __slots__ = ("__array_interface__", "_block", "_lease")
-
-    def __init__(self, block: torch.Tensor, lease: Lease) -> None:
-        self._block = block
-        self._lease = lease
-        self.__array_interface__ = {
-            "shape": (block.nbytes,),
-            "typestr": "|u1",
-            "data": (block.data_ptr(), False),
-            "version": 3,
-        }
+def _give_all_back(ends: list[GiveBack]) -> None:
+    for give_back in ends:
+        give_back()
 
 
 class _Tenure:
@@ -118,6 +98,7 @@ class Staged(dict[str, Any]):
     Args:
         state: The copy.
         lease: Held as long as this is.
+        on_read: Called when the state is first read, by the save.
         refusal: Why there is no copy: raised where all ranks hear of it.
         save_ends_with_thread: Whether the buffers are free when the thread that reads this has ended.
     """
@@ -127,11 +108,13 @@ class Staged(dict[str, Any]):
         state: Mapping[str, Any],
         *,
         lease: Lease | None = None,
+        on_read: Callable[[], None] | None = None,
         refusal: TxStoreError | None = None,
         save_ends_with_thread: bool = False,
     ) -> None:
         super().__init__(state)
         self._lease = lease
+        self._on_read = on_read
         self._refusal = refusal
         self._save_ends_with_thread = save_ends_with_thread
 
@@ -139,8 +122,14 @@ class Staged(dict[str, Any]):
         """As of any dict."""
         if self._note_reader():
             time.sleep(_HEAD_START_S)
+        self._tell_read()
         _reader.refusal = self._refusal
         return super().items()
+
+    def _tell_read(self) -> None:
+        on_read, self._on_read = self._on_read, None
+        if on_read is not None:
+            on_read()
 
     def _note_reader(self) -> bool:
         """Bind the end of this thread to the buffers; returns whether it is the thread of a save."""
@@ -154,6 +143,7 @@ class Staged(dict[str, Any]):
     def __reduce__(self) -> tuple[object, ...]:
         # PROCESS mode: torch sends a copy of the memory to the process that saves.
         self._note_reader()
+        self._tell_read()
         return _received, (dict(self), self._refusal)
 
 

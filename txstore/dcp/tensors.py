@@ -56,7 +56,7 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
     Raises:
         UnsupportedValue: Sparse, nested or meta tensors, and wrappers without memory of their own.
     """
-    if type(tensor) is torch.Tensor and _has_memory(tensor):
+    if type(tensor) is torch.Tensor and has_memory(tensor):
         return  # nearly all are so, and a state may have thousands
     problem = ""
     if tensor.layout != torch.strided:
@@ -71,7 +71,8 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
         )
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of torch's own class is dense memory that is there."""
     return tensor.layout == torch.strided and not tensor.is_meta and (tensor.data_ptr() != 0 or not tensor.numel())
 
 
