@@ -2,10 +2,14 @@
 
 The stall is the time until the call returns. The save before has ended by then, and its files are gone, so no
 write is in it. Before each call comes the work of a training step, as in training: without it torch's threads are
-asleep in some calls and awake in others, and a copy takes between one and three times as long (ADR 0015). The limit
-is a plain ``target.copy_(source)`` into memory that was written before. ``async_save`` without any copy shows what
-DCP's own call costs, which no stager can save. The first save, which allocates, is told apart. Ratios are of medians
-of one run: absolute times are noise on a shared machine.
+asleep in some calls and awake in others, and a copy takes between one and three times as long (ADR 0015). Each
+contender is a process of its own, as it is in training: memory that one of them gives back to malloc would be warm for
+the next one, by chance. They take turns, a save each.
+
+The limit is a plain ``target.copy_(source)`` into memory that was written before. ``async_save`` without any copy shows
+what DCP's own call costs, which no stager can save: a size where the two together are over the target is out of reach.
+The first save, which allocates, is told apart. Ratios are of medians of one run: absolute times are noise on a shared
+machine.
 """
 
 from __future__ import annotations
@@ -18,9 +22,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -72,55 +78,95 @@ def training_step(weights: torch.Tensor) -> None:
         weights.copy_((weights @ weights).clamp_(-1, 1))
 
 
-def variants(state: State) -> dict[str, Save]:
-    """Everything that is compared; a reused stager keeps its memory, and may write over a save in flight."""
-    kept, kept_shared = stager(), stager(shared=True)
-    written: list[StorageWriter] = []
-    warm = [torch.randn_like(tensor) for tensor in tensors(state)]
+def stock(kept: DefaultStager | None = None) -> Save:
+    """`dcp.async_save` to files through DCP's stager; a kept one reuses its memory, and may write over a save."""
 
-    def stock(one: DefaultStager | None) -> Save:
-        def save(state: State, folder: Path) -> Future[Any]:
-            writer = dcp.FileSystemWriter(folder, sync_files=False)
-            return dcp.async_save(state, storage_writer=writer, async_stager=one or stager())
+    def save(state: State, folder: Path) -> Future[Any]:
+        writer = dcp.FileSystemWriter(folder, sync_files=False)
+        return dcp.async_save(state, storage_writer=writer, async_stager=kept or stager())
 
-        return save
+    return save
 
-    def writer_as_stager(state: State, folder: Path) -> Future[Any]:
-        return dcp.async_save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False))
 
-    def ours(state: State, folder: Path) -> Future[Any]:
-        if not written:
-            written.append(StorageWriter(folder, overwrite=True))
-        return dcp.async_save(state, storage_writer=written[0], checkpoint_id="step-1")
+def writer_as_stager(state: State, folder: Path) -> Future[Any]:
+    """What `dcp.async_save` does with DCP's own writer and nothing else said."""
+    return dcp.async_save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False))
 
-    def plain(state: State, folder: Path) -> None:  # noqa: ARG001 - the signature of all
-        for target, source in zip(warm, tensors(state), strict=True):
+
+class Ours:
+    """`dcp.async_save` through one writer of ours."""
+
+    writer: StorageWriter | None = None
+
+    def __call__(self, state: State, folder: Path) -> Future[Any]:
+        """One save."""
+        self.writer = self.writer or StorageWriter(folder, overwrite=True)
+        return dcp.async_save(state, storage_writer=self.writer, checkpoint_id="step-1")
+
+
+class WarmCopy:
+    """The limit."""
+
+    targets: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, state: State, folder: Path) -> None:  # noqa: ARG002 - the signature of all
+        """One copy."""
+        self.targets = self.targets or tuple(torch.randn_like(tensor) for tensor in tensors(state))
+        for target, source in zip(self.targets, tensors(state), strict=True):
             target.copy_(source)
 
-    return {
-        STOCK: stock(None),
-        "stock: FileSystemWriter itself": writer_as_stager,
-        "stock: one DefaultStager kept": stock(kept),
-        "stock: the same, shared memory": stock(kept_shared),
-        OURS: ours,
-        NO_COPY: stock(stager(NoCopy)),
-        LIMIT: plain,
-    }
+
+CONTENDERS: dict[str, Callable[[], Save]] = {
+    STOCK: stock,
+    "stock: FileSystemWriter itself": lambda: writer_as_stager,
+    "stock: one DefaultStager kept": lambda: stock(stager()),
+    "stock: the same, shared memory": lambda: stock(stager(shared=True)),
+    OURS: Ours,
+    NO_COPY: lambda: stock(stager(NoCopy)),
+    LIMIT: WarmCopy,
+}
 
 
-def measure(state: State, rounds: int, folder: Path) -> dict[str, list[float]]:
+class Contender:
+    """One of them, in a process of its own."""
+
+    here: ClassVar[Contender]
+
+    def __init__(self, name: str, mib: int, tensor_mib: int, folder: Path) -> None:
+        warnings.simplefilter("ignore")
+        Contender.here = self
+        self.save = CONTENDERS[name]()
+        self.state = make_state(mib, tensor_mib)
+        self.folder = folder
+        self.weights = torch.randn(1024, 1024)
+        if name == OURS:
+            check(self.state, folder / "check")
+
+
+def in_turn() -> float:
+    """In the process of a contender: seconds of the stall of its next save."""
+    one = Contender.here
+    training_step(one.weights)
+    return stall(one.save, one.state, one.folder)
+
+
+def measure(mib: int, tensor_mib: int, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Seconds of each stall; the first of each list is that of a first save."""
-    saves = variants(state)
-    weights = torch.randn(1024, 1024)
-    stalls: dict[str, list[float]] = {name: [] for name in saves}
-    names = list(saves)
-    for number in range(rounds + 2):
-        # In turn: what one gives back, gigabytes of pages, the machine is still busy with when the next one is called.
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            training_step(weights)
-            seconds = stall(saves[name], state, folder / str(names.index(name)))
-            if number != 1:  # the second save is warm but for the caches of the code
-                stalls[name].append(seconds)
+    stalls: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    with ExitStack() as stack:
+        pools = {
+            name: stack.enter_context(
+                ProcessPoolExecutor(
+                    1, get_context("spawn"), initializer=Contender, initargs=(name, mib, tensor_mib, folder / str(at))
+                )
+            )
+            for at, name in enumerate(CONTENDERS)
+        }
+        for number in range(rounds + 2):
+            for name, pool in pools.items():
+                seconds = pool.submit(in_turn).result()
+                if number != 1:  # the second save is warm but for the caches of the code
+                    stalls[name].append(seconds)
     return stalls
 
 
@@ -142,23 +188,37 @@ def check(state: State, folder: Path) -> None:
     target = {name: {key: torch.zeros_like(value) for key, value in part.items()} for name, part in state.items()}
     dcp.load(target, storage_reader=StorageReader(folder))
     if not all(torch.equal(one, other) for one, other in zip(tensors(target), tensors(state), strict=True)):
-        raise SystemExit("loaded values differ")
+        raise AssertionError("loaded values differ")
+    shutil.rmtree(folder)
 
 
-def summary(mib: int, nbytes: int, stalls: dict[str, list[float]]) -> dict[str, Any]:
+def summary(mib: int, stalls: dict[str, list[float]]) -> dict[str, Any]:
     """Medians, their ratios to ours, and whether the target is met."""
     later = {name: statistics.median(seconds[1:]) for name, seconds in stalls.items()}
     of_stock, of_limit = later[OURS] / later[STOCK], later[OURS] / later[LIMIT]
+    target = max(later[STOCK] * MAX_OF_STOCK, later[LIMIT] * MAX_OF_LIMIT)
     return {
         "mib": mib,
-        "bytes": nbytes,
         "first_s": {name: seconds[0] for name, seconds in stalls.items()},
         "median_s": later,
         "of_stock": of_stock,
         "of_limit": of_limit,
-        "of_call_and_limit": later[OURS] / (later[NO_COPY] + later[LIMIT]),
-        "met": of_stock <= MAX_OF_STOCK or of_limit <= MAX_OF_LIMIT,
+        "floor_s": later[NO_COPY] + later[LIMIT],
+        "target_s": target,
+        "met": later[OURS] <= target,
     }
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """In words."""
+    if result["met"]:
+        return "met"
+    if result["floor_s"] <= result["target_s"]:
+        return "MISSED"
+    floor, target = result["floor_s"] * 1e3, result["target_s"] * 1e3
+    return (
+        f"MISSED, as by any stager: a warm copy and DCP's own call take {floor:.1f} ms, the target is {target:.1f} ms"
+    )
 
 
 def show(results: list[dict[str, Any]], rounds: int) -> None:
@@ -170,39 +230,34 @@ def show(results: list[dict[str, Any]], rounds: int) -> None:
         table.add_column(column, justify="left" if column == "staging" else "right")
     for result in results:
         for name, seconds in result["median_s"].items():
-            rate = result["bytes"] / seconds / 2**30
+            rate = result["mib"] / seconds / 2**10
             relative = seconds / result["median_s"][OURS]
             cells = f"{result['first_s'][name] * 1e3:.1f}", f"{seconds * 1e3:.2f}", f"{rate:.1f}", f"{relative:.2f}"
             table.add_row(str(result["mib"]), name, *cells, end_section=name == LIMIT)
     console = Console()
     console.print(table)
     for result in results:
-        verdict = "met" if result["met"] else "MISSED"
         console.print(
             f"{result['mib']} MiB: {result['of_stock']:.2f} of stock (target {MAX_OF_STOCK:.2f}), "
-            f"{result['of_limit']:.2f} of a warm copy (target {MAX_OF_LIMIT}): {verdict}; "
-            f"{result['of_call_and_limit']:.2f} of DCP's own call and a warm copy"
+            f"{result['of_limit']:.2f} of a warm copy (target {MAX_OF_LIMIT}): {verdict(result)}; "
+            f"{result['median_s'][OURS] / result['floor_s']:.2f} of a warm copy and DCP's own call"
         )
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the rounds and print table or JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks stall", description=__doc__)
-    parser.add_argument("--mib", type=int, nargs="+", default=[16, 64, 256, 1024], help="sizes of the state")
+    parser.add_argument("--mib", type=int, nargs="+", default=[16, 32, 64, 256, 1024], help="sizes of the state")
     parser.add_argument("--tensor-mib", type=int, default=16, help="size of a large tensor")
-    parser.add_argument("--rounds", type=int, default=14)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", default="/dev/shm", help="where the saves go: best into memory")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
     results = []
     for mib in options.mib:
-        state = make_state(mib, options.tensor_mib)
         folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="txstore-stall-"))
         try:
-            check(state, folder / "check")
-            shutil.rmtree(folder / "check")
-            results.append(summary(mib, sum(t.nbytes for t in tensors(state)), measure(state, options.rounds, folder)))
+            results.append(summary(mib, measure(mib, options.tensor_mib, options.rounds, folder)))
         finally:
             shutil.rmtree(folder)
     if options.json:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from txstore.dcp import SnapshotBuffers, host_memory
 
@@ -54,6 +55,39 @@ def test_every_kind_arrives_whole(threads: int) -> None:
         with buffers.stage(state) as snapshot:
             for name, tensor in state.items():
                 assert torch.equal(as_bytes(snapshot.state_dict[name]), as_bytes(tensor)), name
+
+
+ODD = [torch.bool, torch.int4, torch.uint7, torch.int1, torch.bits8, torch.bits16, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", ODD, ids=str)
+def test_bits_that_are_no_number_of_torch_arrive_too(dtype: torch.dtype, threads: int) -> None:
+    """A bool may be any byte but zero, a NaN has a payload, and torch copies no int4."""
+    assert threads == torch.get_num_threads()
+    raw = torch.randint(0, 256, (2 * MIB,), dtype=torch.uint8)
+    small = torch.tensor([0, 1, 2, 127, 128, 254, 255, 64], dtype=torch.uint8)
+    size = dtype.itemsize
+    state = {"large": raw.view(dtype), "small": small.view(dtype), "holes": raw.view(dtype)[::2]}
+    wanted = {name: tensor.view({1: torch.uint8, 2: torch.int16}[size]).clone() for name, tensor in state.items()}
+    with SnapshotBuffers().stage(state) as snapshot:
+        raw.zero_()
+        small.zero_()
+        for name, numbers in wanted.items():
+            taken = snapshot.state_dict[name]
+            assert taken.dtype == dtype
+            assert torch.equal(taken.view(numbers.dtype), numbers), name
+
+
+def test_a_tangent_is_no_part_of_a_tensor(threads: int) -> None:
+    assert threads == torch.get_num_threads()
+    primal = torch.arange(MIB, dtype=torch.float32)
+    with forward_ad.dual_level():
+        state = {"plain": torch.ones(3), "dual": forward_ad.make_dual(primal, torch.ones(MIB))}
+        snapshot = SnapshotBuffers().stage(state)
+        assert forward_ad.unpack_dual(snapshot.state_dict["dual"]).tangent is None
+    with snapshot:
+        assert snapshot.state_dict["plain"].tolist() == [1, 1, 1]
+        assert torch.equal(snapshot.state_dict["dual"], torch.arange(MIB, dtype=torch.float32))
 
 
 def test_our_threads_do_not_compete_with_those_of_torch(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,11 +259,18 @@ def unsupported() -> dict[str, torch.Tensor]:
         "FakeTensor": fake,
         "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "jagged": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        # Memory that a view shows as quantized has no scale, and torch dies where it looks for one.
+        "qint8": torch.zeros(MIB, dtype=torch.int8).view(torch.qint8),
+        "quint8": torch.zeros(3, dtype=torch.uint8).view(torch.quint8),
+        "qint32": torch.zeros(MIB, dtype=torch.int32).view(torch.qint32),
     }
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("kind", ["Opaque", "Broken", "sparse_coo", "meta", "FakeTensor", "nested", "jagged"])
+@pytest.mark.parametrize(
+    "kind",
+    ["Opaque", "Broken", "sparse_coo", "meta", "FakeTensor", "nested", "jagged", "qint8", "quint8", "qint32"],
+)
 def test_what_cannot_be_copied_is_refused_before_anything_is(kind: str, root: str) -> None:
     state = {"good": torch.ones(MIB), "optimizer": {"state": [unsupported()[kind]]}}
     buffers = SnapshotBuffers()

@@ -37,6 +37,11 @@ class OptimizerLayout:
         if twice:
             raise ConfigError(f"an optimizer layout names a parameter twice: {', '.join(twice)}", key=twice[0])
 
+    @property
+    def counted(self) -> str:
+        """``groups of 10, 2, 1 parameters``."""
+        return f"groups of {', '.join(str(len(group)) for group in self.groups)} parameters"
+
     def without(self, is_left_out: Callable[[str], bool]) -> OptimizerLayout:
         """The layout without some parameters."""
         groups = (tuple(name for name in group if not is_left_out(name)) for group in self.groups)

@@ -19,6 +19,16 @@ PIECE_BYTES = 16 << 20
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
+NUMBERS = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    }
+)
+"""Dtypes whose every bit is part of the value, with a copy of their own in torch."""
+
+_QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Torch's name of a dtype, such as ``float32``."""
@@ -65,6 +75,9 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
         problem = "a meta tensor, which has no data"
     elif isinstance(tensor, FakeTensor) or (is_plain(tensor) and tensor.numel() and tensor.data_ptr() == 0):
         problem = f"a {type(tensor).__name__} without memory of its own"
+    elif tensor.dtype in _QUANTIZED and not tensor.is_quantized:
+        # torch 2.13 dies of a segmentation fault when it looks for the scale.
+        problem = f"memory that is shown as {dtype_name(tensor.dtype)}, without a scale"
     if problem:
         raise UnsupportedValue(
             f"{name!r} is {problem}", key=name, next_step="convert it to a dense tensor before saving"
@@ -72,8 +85,13 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of torch's own class is dense memory that is there."""
-    return tensor.layout == torch.strided and not tensor.is_meta and (tensor.data_ptr() != 0 or not tensor.numel())
+    """Whether a tensor of torch's own class is dense memory of numbers that is there."""
+    return (
+        tensor.layout == torch.strided
+        and not tensor.is_meta
+        and (tensor.data_ptr() != 0 or not tensor.numel())
+        and tensor.dtype in NUMBERS
+    )
 
 
 def dtype_name_of_layout(layout: torch.layout) -> str:

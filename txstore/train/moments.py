@@ -6,6 +6,7 @@ would load, and the optimizer's first step would fail.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -124,3 +125,8 @@ def _placements(
         f"{lifted.path!r} is no moment of its parameter's shape, and that was sharded in another way when it was saved",
         key=lifted.path,
     )
+
+
+def largest(part: bytes) -> int:
+    """Numbers in the largest tensor of a parameter's state."""
+    return max((math.prod(one.shape) for one in lifted_tensors(part).values()), default=0)

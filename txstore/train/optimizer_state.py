@@ -7,7 +7,7 @@ and refuse a parameter that has no state. What was saved is what is restored, ab
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +19,14 @@ from txstore.compat.layouts import OptimizerLayout, compare_layouts
 from txstore.compat.load_plan import LoadPlan
 from txstore.errors import ConfigError, StateMismatch, TxStoreError, UnsupportedValue
 from txstore.train.built import as_text, class_of, compare_built, in_groups
-from txstore.train.moments import homeless, placeless, sharded, taken, target
+from txstore.train.moments import homeless, largest, placeless, sharded, taken, target
 from txstore.train.names import Models
 from txstore.train.own_ways import own_way
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
-from txstore.train.python_state import flatten, lifted_tensors, unflatten
+from txstore.train.python_state import flatten, unflatten
 from txstore.train.schedule import moved_names, set_group
+
+log = logging.getLogger(__name__)
 
 _NOTHING = OptimizerLayout("", ())
 
@@ -64,7 +66,7 @@ class OptimizerPiece:
         self._optimizers = optimizers
         self._models = models
         self._refuse_own_ways()
-        self.layouts()
+        self._known_layouts = self.layouts()
         # Now, before a scheduler or a resume moves anything.
         self._set = [[_settings(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
 
@@ -100,15 +102,32 @@ class OptimizerPiece:
             ConfigError: A hook was registered since.
         """
         self._refuse_own_ways()
+        layouts = self._know_groups()
         shared: list[dict[str, Any]] = []
         tensors: dict[str, torch.Tensor] = {}
-        for at, (optimizer, layout) in enumerate(zip(self._optimizers, self.layouts(), strict=True)):
+        for at, (optimizer, layout) in enumerate(zip(self._optimizers, layouts, strict=True)):
             data, lifted = self._flat(at, optimizer)
             groups = [list(group) for group in layout.groups]
             entry = {"class": layout.kind, "groups": groups, "state": data, "settings": self._set[at]}
             shared.append({**entry, "sharded": sorted(self._sharded() & {fqn for group in groups for fqn in group})})
             tensors |= lifted
         return PieceState(shared=shared, tensors=tensors)
+
+    def _know_groups(self) -> list[OptimizerLayout]:
+        """The layouts as they are; groups that were added since have settings too, and a resume may refuse them."""
+        layouts = self.layouts()
+        for at, (before, now) in enumerate(zip(self._known_layouts, layouts, strict=True)):
+            groups = self._optimizers[at].param_groups
+            self._set[at] = [*self._set[at], *map(_settings, groups[len(self._set[at]) :])][: len(groups)]
+            if before.counted != now.counted:
+                log.warning(
+                    "optimizer %d (%s) had %s when the TrainState was made, and has %s now: a resume refuses this "
+                    "unless the code makes the same groups before it. Best make all groups at the start, with "
+                    "requires_grad_(False) for what is not trained yet: an optimizer skips what has no gradient",
+                    *(at, now.kind, before.counted, now.counted),
+                )
+        self._known_layouts = layouts
+        return layouts
 
     def _flat(self, at: int, optimizer: torch.optim.Optimizer) -> tuple[bytes, dict[str, torch.Tensor]]:
         """One optimizer as bytes and tensors under their keys."""
@@ -210,7 +229,7 @@ class OptimizerPiece:
                 f"{entry['class']} keeps more numbers under {fqn!r} than it has, perhaps of parameters that a "
                 f"migration changes ({self._anew(at)})"
                 for fqn, part in _parts(entry["state"])
-                if fqn in kept[at] and _largest(part) > max(parameters[fqn].numel(), 1)
+                if fqn in kept[at] and largest(part) > max(parameters[fqn].numel(), 1)
             ]
         return problems
 
@@ -267,6 +286,7 @@ class OptimizerPiece:
         moments = groups = 0
         kept: list[str] = []
         names = self._kept(loaded.plan)
+        self._know_groups()
         for at, entry in _restored(loaded).items():
             optimizer = self._optimizers[at]
             settings, own, states = self._unflat(entry, loaded.tensors, names[at])
@@ -282,7 +302,7 @@ class OptimizerPiece:
             if not kept and now != saved:
                 raise StateMismatch(f"optimizer {at} does not take the saved state", key=f"optimizer.{at}")
             of_code = moved_names(entry) if at in loaded.begun else [()] * len(settings)
-            triples = zip(entry["settings"], self._set[at], of_code, strict=True)
+            triples = zip(_saved_settings(entry), self._set[at], of_code, strict=True)
             self._set[at] = [{**theirs, **_only(ours, mine)} for theirs, ours, mine in triples]
             groups += len(settings)
             moments += sum(isinstance(value, torch.Tensor) for state in states.values() for value in state.values())
@@ -319,11 +339,6 @@ def _values(data: bytes, parameters: Collection[str]) -> tuple[bytes, list[tuple
     return common, [(fqn, placeless(part)) for fqn, part in parts if fqn in parameters]
 
 
-def _largest(part: bytes) -> int:
-    """Numbers in the largest tensor of a parameter's state."""
-    return max((math.prod(one.shape) for one in lifted_tensors(part).values()), default=0)
-
-
 def saved_layouts(loaded: Loaded) -> list[OptimizerLayout]:
     """The layouts in a checkpoint."""
     return [OptimizerLayout(entry["class"], tuple(map(tuple, entry["groups"]))) for entry in loaded.shared]
@@ -336,9 +351,14 @@ def _settings(group: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in found.items() if text is not None}
 
 
+def _saved_settings(entry: Mapping[str, Any]) -> list[Mapping[str, str]]:
+    """By group. Earlier saves have none of the groups that training added."""
+    return [*entry["settings"], *[{}] * (len(entry["groups"]) - len(entry["settings"]))]
+
+
 def _with_scheduler(entry: Mapping[str, Any]) -> list[dict[str, str]]:
     """By group, the saved settings that go with a scheduler."""
-    return [_only(settings, names) for settings, names in zip(entry["settings"], moved_names(entry), strict=True)]
+    return [_only(settings, names) for settings, names in zip(_saved_settings(entry), moved_names(entry), strict=True)]
 
 
 def _only(settings: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
