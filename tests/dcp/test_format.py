@@ -447,3 +447,14 @@ def test_retired_between_index_and_blocks(root: str) -> None:
 
 def test_an_empty_store_says_so(root: str) -> None:
     assert isinstance(refusal(root), CheckpointNotFound)
+
+
+@pytest.mark.parametrize("view", ["whole", "transposed", "with holes"])
+def test_every_bit_of_a_bool_is_kept(view: str, root: str) -> None:
+    """A bool may be any byte but zero: torch's own copies, which views with holes need, make 1 of it."""
+    raw = torch.tensor([[0, 2, 255, 1], [1, 7, 0, 9]], dtype=torch.uint8)
+    seen = {"whole": raw, "transposed": raw.t(), "with holes": raw[:, ::2]}[view]
+    dcp.save({"t": seen.view(torch.bool)}, storage_writer=StorageWriter(root), checkpoint_id="step-1", no_dist=True)
+    target = {"t": torch.zeros(seen.shape, dtype=torch.bool)}
+    dcp.load(target, storage_reader=StorageReader(root), checkpoint_id="step-1", no_dist=True)
+    assert torch.equal(target["t"].view(torch.uint8), seen)

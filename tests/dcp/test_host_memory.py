@@ -39,6 +39,7 @@ def large_state() -> dict[str, torch.Tensor]:
         "small": torch.arange(5),
         "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
         "bool": torch.arange(2 * MIB) % 3 == 0,
+        "half complex": torch.randn(MIB, dtype=torch.complex64).to(torch.complex32).conj(),
     }
 
 
@@ -46,6 +47,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_every_kind_arrives_whole(threads: int) -> None:
     state = large_state()
     assert threads == torch.get_num_threads()

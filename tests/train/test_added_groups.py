@@ -13,9 +13,10 @@ from txstore.errors import Incompatible
 from txstore.train import optimizer_state
 from txstore.train.checkpointer import Checkpointer
 from txstore.train.piece import PieceState, Place
+from txstore.train.resume import ResumeOptions
 from txstore.train.state import TrainState
 
-WARNING = "optimizer 0 (torch.optim.adamw.AdamW) had groups of 2 parameters when the TrainState was made, and has groups of 2, 2"
+WARNING = "optimizer 0 (torch.optim.adamw.AdamW) has groups of 2, 2 parameters; before it had groups of 2 parameters"
 
 
 class Thawing:
@@ -107,3 +108,57 @@ def test_a_run_that_thaws_layers(body: str, store_url: str, caplog: pytest.LogCa
         assert resumed.steps(2) == wanted
         saves.save()
     assert not [one for one in caplog.records if "groups" in one.getMessage()]
+
+
+class Scheduled:
+    """Three layers; the groups of the last two come after the `TrainState`, with a decay of their own each."""
+
+    def __init__(self, decays: dict[int, float]) -> None:
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+        self.optimizer = torch.optim.SGD(self.layers[0].parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.state = TrainState(self.layers, self.optimizer, schedulers=self.scheduler)
+        for at, decay in decays.items():
+            self.add(at, decay)
+
+    def add(self, at: int, decay: float) -> None:
+        group = {"params": list(self.layers[at].parameters()), "lr": 0.05, "initial_lr": 0.05, "weight_decay": decay}
+        self.optimizer.add_param_group(group)
+        self.scheduler.base_lrs.append(0.05)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.layers(torch.ones(1, 2)).square().mean().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.state.progress.global_step += 1
+
+    def decays(self) -> list[float]:
+        return [group["weight_decay"] for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("fresh", [(), ("scheduler",), ("optimizer",)], ids=str)
+@pytest.mark.parametrize("is_early", [False, True])
+def test_settings_go_with_the_parameters_of_a_group(
+    fresh: tuple[str, ...], is_early: bool, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that went takes its own along; what the code chooses otherwise is told of late groups too."""
+    run = Scheduled({1: 0.1, 2: 0.2})
+    with Checkpointer(store_url, run.state) as saves:
+        run.step()
+        saves.save()
+        del run.optimizer.param_groups[1], run.scheduler.base_lrs[1]
+        run.step()
+        if is_early:
+            monkeypatch.setattr(optimizer_state, "followed", lambda before, known, now, groups: known[:1])
+        saves.save()
+        monkeypatch.undo()
+    resumed = Scheduled({2: 0.7})
+    with Checkpointer(store_url, resumed.state) as saves:
+        report = saves.resume(ResumeOptions(fresh=frozenset(fresh)))
+        notes = "".join(note for note in report.notes if "weight_decay" in note)
+    assert resumed.decays() == [0.0, 0.7 if fresh == ("optimizer",) else 0.2]
+    assert ("saved 0.2, now 0.7" in notes) == (not is_early and fresh != ("optimizer",))
+    assert "0.1" not in notes
+    resumed.step()

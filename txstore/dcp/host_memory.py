@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from txstore.dcp.leaves import Region
-from txstore.dcp.tensors import NUMBERS
+from txstore.dcp.tensors import NUMBERS, as_numbers
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,6 @@ THREAD_BYTES = 16 << 20
 """Least that is worth a thread, which takes up to a millisecond to begin. Pieces are as large as can be: `memcpy` takes
 the fast way for large ones only."""
 MAX_THREADS = 4
-
-_NUMBERS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def footprint(sizes: Iterable[int]) -> int:
@@ -143,10 +141,10 @@ def copy_regions(targets: Sequence[torch.Tensor], regions: Sequence[Region]) -> 
                 target.copy_(source, non_blocking=target.is_pinned())
             elif own_threads and region.nbytes >= SMALL_BYTES and _is_run(region):
                 runs.append((_run(target), _run(source)))
-            elif region.form.dtype in NUMBERS:
+            elif region.form.dtype in NUMBERS or source.is_neg():
                 rest.append((target, source))
             else:
-                rest.append((_as_numbers(target), _as_numbers(source)))
+                rest.append((as_numbers(target), as_numbers(source)))
         _copy_on_cpu(runs, rest)
     finally:
         _wait_for_devices(devices)  # also after an error: the memory is free then, and nothing may still arrive in it
@@ -178,11 +176,6 @@ def _copy_tensors(targets: tuple[torch.Tensor, ...], sources: tuple[torch.Tensor
     except NotImplementedError:  # a source has a tangent, of forward-mode differentiation
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source.detach())
-
-
-def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, for a copy of their bits: torch's own makes 1 of a bool that is 2, and knows no int4."""
-    return tensor.view(_NUMBERS_OF_SIZE[tensor.dtype.itemsize])
 
 
 def _pieces(runs: list[tuple[Bytes, Bytes]], piece_bytes: int) -> queue.SimpleQueue[tuple[Bytes, Bytes]]:

@@ -21,13 +21,23 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 
 NUMBERS = frozenset(
     {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.complex32, torch.complex64, torch.complex128),
         *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     }
 )
 """Dtypes whose every bit is part of the value, with a copy of their own in torch."""
 
+_NUMBERS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 _QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+
+
+def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, for a copy of their bits: torch's own makes 1 of a bool that is 2, and knows no int4."""
+    if tensor.dtype in NUMBERS or tensor.is_neg():
+        return tensor
+    return tensor.view(_NUMBERS_OF_SIZE[tensor.dtype.itemsize])
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -127,7 +137,7 @@ class TensorSource(Source):
         """Bytes of the tensor."""
         tensor = self._tensor
         if tensor is None:
-            tensor = self._tensor = self._resolve().detach().resolve_conj().resolve_neg()
+            tensor = self._tensor = as_numbers(self._resolve().detach().resolve_conj().resolve_neg())
         if tensor.device.type == "cpu" and tensor.is_contiguous():
             return as_bytes(tensor)[start:stop]
         piece = self._piece

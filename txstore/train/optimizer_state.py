@@ -7,7 +7,6 @@ and refuse a parameter that has no state. What was saved is what is restored, ab
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,15 +17,14 @@ from txstore.compat.differences import Difference
 from txstore.compat.layouts import OptimizerLayout, compare_layouts
 from txstore.compat.load_plan import LoadPlan
 from txstore.errors import ConfigError, StateMismatch, TxStoreError, UnsupportedValue
-from txstore.train.built import as_text, class_of, compare_built, in_groups
+from txstore.train.built import class_of, compare_built, in_groups
+from txstore.train.group_settings import followed, made_settings, saved_settings, tell_changed
 from txstore.train.moments import homeless, largest, placeless, sharded, taken, target
 from txstore.train.names import Models
 from txstore.train.own_ways import own_way
 from txstore.train.piece import Loaded, PieceState, Place, SavedKeys, Targets, anew
 from txstore.train.python_state import flatten, unflatten
 from txstore.train.schedule import moved_names, set_group
-
-log = logging.getLogger(__name__)
 
 _NOTHING = OptimizerLayout("", ())
 
@@ -66,9 +64,9 @@ class OptimizerPiece:
         self._optimizers = optimizers
         self._models = models
         self._refuse_own_ways()
-        self._known_layouts = self.layouts()
+        self._last_seen = self._of_set = self._as_they_are()
         # Now, before a scheduler or a resume moves anything.
-        self._set = [[_settings(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
+        self._set = [[made_settings(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
 
     def _refuse_own_ways(self) -> None:
         """What a state_dict of an optimizer's own, or a hook of one, adds to the state or makes of it, is not seen."""
@@ -82,6 +80,14 @@ class OptimizerPiece:
 
     def layouts(self) -> list[OptimizerLayout]:
         """Class and ordered names of the parameters of each optimizer: what a resume must have alike."""
+        now = self._as_they_are()
+        if now != self._of_set:
+            each = zip(self._of_set, self._set, now, (one.param_groups for one in self._optimizers), strict=True)
+            self._set = [followed(*one) for one in each]
+            self._of_set = now
+        return now
+
+    def _as_they_are(self) -> list[OptimizerLayout]:
         names = self._names()
         found = []
         for optimizer in self._optimizers:
@@ -102,7 +108,9 @@ class OptimizerPiece:
             ConfigError: A hook was registered since.
         """
         self._refuse_own_ways()
-        layouts = self._know_groups()
+        layouts = self.layouts()
+        tell_changed(self._last_seen, layouts)
+        self._last_seen = layouts
         shared: list[dict[str, Any]] = []
         tensors: dict[str, torch.Tensor] = {}
         for at, (optimizer, layout) in enumerate(zip(self._optimizers, layouts, strict=True)):
@@ -112,22 +120,6 @@ class OptimizerPiece:
             shared.append({**entry, "sharded": sorted(self._sharded() & {fqn for group in groups for fqn in group})})
             tensors |= lifted
         return PieceState(shared=shared, tensors=tensors)
-
-    def _know_groups(self) -> list[OptimizerLayout]:
-        """The layouts as they are; groups that were added since have settings too, and a resume may refuse them."""
-        layouts = self.layouts()
-        for at, (before, now) in enumerate(zip(self._known_layouts, layouts, strict=True)):
-            groups = self._optimizers[at].param_groups
-            self._set[at] = [*self._set[at], *map(_settings, groups[len(self._set[at]) :])][: len(groups)]
-            if before.counted != now.counted:
-                log.warning(
-                    "optimizer %d (%s) had %s when the TrainState was made, and has %s now: a resume refuses this "
-                    "unless the code makes the same groups before it. Best make all groups at the start, with "
-                    "requires_grad_(False) for what is not trained yet: an optimizer skips what has no gradient",
-                    *(at, now.kind, before.counted, now.counted),
-                )
-        self._known_layouts = layouts
-        return layouts
 
     def _flat(self, at: int, optimizer: torch.optim.Optimizer) -> tuple[bytes, dict[str, torch.Tensor]]:
         """One optimizer as bytes and tensors under their keys."""
@@ -255,6 +247,7 @@ class OptimizerPiece:
     ) -> list[Difference]:
         """One line for all groups that agree, of the settings of optimizers, with names of which the code's win."""
         found: dict[Difference, list[int]] = {}
+        self.layouts()  # settings of groups that came since
         for at, groups, of_code in saved:
             for number, (theirs, ours) in enumerate(zip(groups, self._set[at], strict=False)):
                 for one in compare_built(f"optimizer {at}", theirs, ours, of_code[number] if of_code else ()):
@@ -286,7 +279,7 @@ class OptimizerPiece:
         moments = groups = 0
         kept: list[str] = []
         names = self._kept(loaded.plan)
-        self._know_groups()
+        self._last_seen = self.layouts()
         for at, entry in _restored(loaded).items():
             optimizer = self._optimizers[at]
             settings, own, states = self._unflat(entry, loaded.tensors, names[at])
@@ -302,7 +295,7 @@ class OptimizerPiece:
             if not kept and now != saved:
                 raise StateMismatch(f"optimizer {at} does not take the saved state", key=f"optimizer.{at}")
             of_code = moved_names(entry) if at in loaded.begun else [()] * len(settings)
-            triples = zip(_saved_settings(entry), self._set[at], of_code, strict=True)
+            triples = zip(saved_settings(entry), self._set[at], of_code, strict=True)
             self._set[at] = [{**theirs, **_only(ours, mine)} for theirs, ours, mine in triples]
             groups += len(settings)
             moments += sum(isinstance(value, torch.Tensor) for state in states.values() for value in state.values())
@@ -344,21 +337,9 @@ def saved_layouts(loaded: Loaded) -> list[OptimizerLayout]:
     return [OptimizerLayout(entry["class"], tuple(map(tuple, entry["groups"]))) for entry in loaded.shared]
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, str]:
-    """Plain settings of a group as text. A scheduler has moved the rate that stands beside an initial one."""
-    values = {**group, "lr": group["initial_lr"]} if "initial_lr" in group else group
-    found = {name: as_text(value) for name, value in values.items() if name not in {"params", "initial_lr"}}
-    return {name: text for name, text in found.items() if text is not None}
-
-
-def _saved_settings(entry: Mapping[str, Any]) -> list[Mapping[str, str]]:
-    """By group. Earlier saves have none of the groups that training added."""
-    return [*entry["settings"], *[{}] * (len(entry["groups"]) - len(entry["settings"]))]
-
-
 def _with_scheduler(entry: Mapping[str, Any]) -> list[dict[str, str]]:
     """By group, the saved settings that go with a scheduler."""
-    return [_only(settings, names) for settings, names in zip(_saved_settings(entry), moved_names(entry), strict=True)]
+    return [_only(settings, names) for settings, names in zip(saved_settings(entry), moved_names(entry), strict=True)]
 
 
 def _only(settings: Mapping[str, str], names: Collection[str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from txstore.train.built import as_text, optimizers_of
+from txstore.train.group_settings import saved_settings
 from txstore.train.piece import SavedKeys, anew, fresh_of
 from txstore.train.python_state import lifted_tensors, unflatten
 
@@ -142,7 +143,7 @@ def _moved(entry: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Set
             for name, value in values.items()
             if name in _OF_SCHEDULERS or (name in made and as_text(value) != made[name])
         }
-        for values, made in zip(groups, entry["settings"], strict=True)
+        for values, made in zip(groups, saved_settings(entry), strict=True)
     ]
 
 
