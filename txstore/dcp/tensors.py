@@ -85,7 +85,7 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
         problem = "a meta tensor, which has no data"
     elif isinstance(tensor, FakeTensor) or (is_plain(tensor) and tensor.numel() and tensor.data_ptr() == 0):
         problem = f"a {type(tensor).__name__} without memory of its own"
-    elif tensor.dtype in _QUANTIZED and not tensor.is_quantized:
+    elif tensor.dtype in _QUANTIZED and not tensor.is_quantized and tensor.numel():
         # torch 2.13 dies of a segmentation fault when it looks for the scale.
         problem = f"memory that is shown as {dtype_name(tensor.dtype)}, without a scale"
     if problem:
