@@ -8,7 +8,8 @@ the next one, by chance. They take turns, a save each.
 
 The limit is a plain ``target.copy_(source)`` into memory that was written before. ``async_save`` without any copy shows
 what DCP's own call costs; where the two together are over the target, little is left to do. The
-first save, which allocates, is told apart. Ratios are of medians of one run: absolute times are noise on a shared machine.
+first save, which allocates, is told apart. Ratios are of medians of one run: absolute times are noise on a shared
+machine.
 """
 
 from __future__ import annotations
