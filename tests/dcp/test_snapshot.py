@@ -129,12 +129,14 @@ def test_large_views_that_change_the_value_of_memory(view: str) -> None:
 
 def test_tied_tensors_are_copied_once_and_stay_tied() -> None:
     weight = torch.randn(MIB)
-    state = {"embedding": weight, "head": weight, "alias": weight.detach(), "turned": weight.reshape(1024, 1024).t()}
+    turned = weight.reshape(1024, 1024).t()
+    state = {"embedding": weight, "head": weight, "alias": weight.detach(), "turned": turned, "again": turned.detach()}
     buffers = SnapshotBuffers()
     taken = buffers.stage(state).state_dict
     assert taken["embedding"] is taken["head"]
     assert taken["alias"].data_ptr() == taken["head"].data_ptr()
     assert taken["turned"].data_ptr() != taken["head"].data_ptr()
+    assert taken["turned"].data_ptr() == taken["again"].data_ptr()
     assert buffers.nbytes == estimate_bytes(state) == 2 * weight.nbytes
 
 

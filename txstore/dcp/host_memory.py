@@ -56,9 +56,9 @@ def footprint(sizes: Iterable[int]) -> int:
     large, small = 0, 0
     for size in sizes:
         if size < SMALL_BYTES:
-            small += _up(size, ALIGN_BYTES)
+            small += size + -size % ALIGN_BYTES
         else:
-            large += _up(size, PAGE_BYTES)
+            large += size + -size % PAGE_BYTES
     return large + _up(small, PAGE_BYTES)
 
 
@@ -128,7 +128,7 @@ def copy_regions(targets: Sequence[torch.Tensor], regions: Sequence[Region]) -> 
 
     On return every byte has arrived.
     """
-    devices = {region.source.device for region in regions if not region.source.is_cpu}
+    devices = set()
     runs = []
     rest = []
     # Torch's threads wait for their next work by spinning, and threads of ours would share their cores (ADR 0015).
@@ -137,6 +137,7 @@ def copy_regions(targets: Sequence[torch.Tensor], regions: Sequence[Region]) -> 
         for target, region in zip(targets, regions, strict=True):
             source = region.source
             if not source.is_cpu:
+                devices.add(source.device)
                 # Pinned memory only: into other memory the copy would block at once, and all others behind it.
                 target.copy_(source, non_blocking=target.is_pinned())
             elif own_threads and region.nbytes >= SMALL_BYTES and _is_run(region):

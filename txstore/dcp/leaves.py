@@ -18,11 +18,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from txstore.dcp.tensors import check_storable, has_memory
+from txstore.dcp.tensors import NUMBERS, check_storable
 from txstore.errors import UnsupportedValue, describe
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
-_VALUES = (int, float, str, bytes, type(None))
+_VALUES = frozenset((int, float, bool, str, bytes, type(None)))
 
 Path: TypeAlias = "tuple[Path, object] | None"
 """Keys from the state dict down to a tensor, the last one first: names are made where they are told only."""
@@ -116,7 +116,8 @@ class Layout:
     leaves: list[tuple[Path, torch.Tensor, Leaf]] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     cloned_bytes: int = 0
-    _known: dict[int, list[int]] = field(default_factory=dict)  # by address
+    _first: dict[int, int] = field(default_factory=dict)  # by address the first region there
+    _next: dict[int, int] = field(default_factory=dict)  # by region the next one at its address
 
     def add(self, tensor: torch.Tensor, name: str) -> Leaf:
         """Lay out one tensor.
@@ -141,13 +142,17 @@ class Layout:
         if tensor.is_quantized:
             return self._cloned(tensor, tensor.numel() * tensor.element_size())
         source = _memory_of(tensor) if subclass is not None or tensor.requires_grad else tensor
-        return Plain(source, tensor.requires_grad, self._region(source), subclass)
+        region = self._region(source, source.data_ptr()) if source.numel() else None
+        return Plain(source, tensor.requires_grad, region, subclass)
 
     def add_plain(self, tensor: torch.Tensor) -> Plain | None:
         """Lay out what nearly all are, with the fewest questions: plain memory, no gradient. None for any other."""
-        if not has_memory(tensor) or tensor.requires_grad or tensor.is_nested or tensor.is_quantized:
+        if tensor.dtype not in NUMBERS or tensor.layout != torch.strided or tensor.requires_grad or tensor.is_nested:
             return None
-        return Plain(tensor, requires_grad=False, region=self._region(tensor))
+        address = tensor.data_ptr()
+        if not address:  # holds nothing, or is not there: `add` knows which
+            return None
+        return Plain(tensor, requires_grad=False, region=self._region(tensor, address))
 
     def _cloned(self, tensor: torch.Tensor, nbytes: int) -> Cloned:
         self.cloned_bytes += nbytes
@@ -160,19 +165,18 @@ class Layout:
         fixed = {part: value for part, value in parts.items() if part not in inner}
         return Wrapped(tensor, context, inner, fixed)
 
-    def _region(self, source: torch.Tensor) -> int | None:
-        if source.numel() == 0:
-            return None
-        here = self._known.setdefault(source.data_ptr(), [])
-        for number in here:
-            if _is_same_view(source, self.regions[number].source):
-                return number
-        here.append(len(self.regions))
+    def _region(self, source: torch.Tensor, address: int) -> int:
+        number = len(self.regions)
+        other = self._first.setdefault(address, number)
+        while other != number:
+            if _is_same_view(source, self.regions[other].source):
+                return other
+            other = self._next.setdefault(other, number)
         shape, strides = source.shape, source.stride()
         dense = source.is_contiguous() or _side_by_side(shape, strides)
         form = Form(source.dtype, shape, strides if dense else _row_major(shape))
         self.regions.append(Region(source, form, dense, source.nbytes))
-        return here[-1]
+        return number
 
 
 @torch.no_grad()
@@ -207,7 +211,7 @@ def _walk(container: object, path: Path, seen: dict[int, object], layout: Layout
     # Objects, not only ids: the id of an object that is gone may be another's.
     seen[id(container)] = container
     for key, entry in entries:
-        if isinstance(entry, _VALUES) or id(entry) in seen:  # a container may hold itself
+        if type(entry) in _VALUES or id(entry) in seen:  # a container may hold itself
             continue
         if isinstance(entry, torch.Tensor):
             seen[id(entry)] = entry

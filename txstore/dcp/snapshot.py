@@ -233,13 +233,28 @@ def _rebuilt(state_dict: Mapping[str, Any], layout: Layout, copies: Copies) -> d
             memo[id(tensor)] = _build(leaf, copies)
         for key, value in state_dict.items():
             at = (None, key)
-            state[key] = copy.deepcopy(value, memo)
+            state[key] = _copy_value(value, memo)
     except TransactionStateError:  # a signal's, not the value's
         raise
     except Exception as error:
         name = name_of(at)
         raise UnsupportedValue(f"{name!r} cannot be copied: {describe(error)}", key=name) from error
     return state
+
+
+def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy`, which asks more of a plain dict, entry by entry, than its tensors cost."""
+    if type(value) is not dict:
+        return copy.deepcopy(value, memo)
+    made = memo.get(id(value))
+    if made is None:
+        made = memo[id(value)] = {}
+        for key, entry in value.items():
+            copied = memo.get(id(entry))
+            made[key if type(key) is str else copy.deepcopy(key, memo)] = (
+                _copy_value(entry, memo) if copied is None else copied
+            )
+    return made
 
 
 def _build(leaf: Leaf, copies: Copies) -> torch.Tensor:
