@@ -51,25 +51,15 @@ class GiveBack:
 class Lease:
     """The hold on a set of buffers: ends with the last tensor that shows a snapshot's memory."""
 
-    __slots__ = ("__weakref__", "_ends")
+    __slots__ = ("__weakref__", "give_back")
 
-    def __init__(self) -> None:
-        self._ends: list[GiveBack] = []
-        weakref.finalize(self, _give_all_back, self._ends).atexit = False
+    give_back: GiveBack
+    """Of the snapshot that has the buffers."""
 
     def hold(self, give_back: GiveBack) -> None:
         """From now on a snapshot has the buffers: what is called when it ends. Tensors made ahead hold nothing."""
-        self._ends.append(give_back)
-
-    @property
-    def give_back(self) -> GiveBack:
-        """Of the snapshot that has the buffers."""
-        return self._ends[-1]
-
-
-def _give_all_back(ends: list[GiveBack]) -> None:
-    for give_back in ends:
-        give_back()
+        self.give_back = give_back
+        weakref.finalize(self, give_back).atexit = False
 
 
 class _Tenure:
