@@ -69,5 +69,5 @@ def azurite() -> Iterator[Azurite]:
             *("--inMemoryPersistence", "--extentMemoryLimit", "4096"),
         ]
         env = {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}", "HOME": folder}
-        with running(command, ready=lambda: listens(port), env=env):
+        with running(command, ready=lambda: listens(port), env=env, folder=folder):
             yield server

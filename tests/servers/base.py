@@ -58,10 +58,12 @@ def running(
     ready: Callable[[], bool],
     env: Mapping[str, str] | None = None,
     deadline_s: float = 60.0,
+    folder: str = "",
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server while the block lasts; its output is shown if it does not come up.
 
-    The server leads a process group of its own, so that what it started ends with it.
+    The server leads a process group of its own, so that what it started ends with it. Should this process be
+    killed, the server ends too, and its `folder`, if it has one, is removed.
     """
     with tempfile.TemporaryFile() as output:
         server = subprocess.Popen(
@@ -72,6 +74,7 @@ def running(
             env={**os.environ, **(env or {})},
             start_new_session=True,
         )
+        guard = _guard(server, folder)
         try:
             give_up = time.monotonic() + deadline_s
             while not ready():
@@ -82,7 +85,22 @@ def running(
                 time.sleep(0.05)
             yield server
         finally:
+            # Before the server: its id may be another's once it has been waited for.
+            guard.kill()
+            guard.communicate()
             _end(server)
+
+
+def _guard(server: subprocess.Popen[bytes], folder: str) -> subprocess.Popen[bytes]:
+    """A process that reads a pipe from this one: its end means that nobody is left to end the server."""
+    script = 'read -r _; kill -s KILL -- "-$1"; test -z "$2" || rm -rf -- "$2"'
+    return subprocess.Popen(
+        ["sh", "-c", script, "guard", str(server.pid), folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

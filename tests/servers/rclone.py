@@ -31,5 +31,5 @@ def rclone() -> Iterator[Endpoint]:
             "--config=",
             str(data),
         ]
-        with running(command, ready=lambda: listens(port)):
+        with running(command, ready=lambda: listens(port), folder=folder):
             yield Endpoint(f"http://127.0.0.1:{port}", ACCESS_KEY, SECRET_KEY)

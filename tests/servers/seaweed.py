@@ -57,7 +57,8 @@ def seaweed(volumes: int = 100) -> Iterator[Endpoint]:
         config.write_text(json.dumps(_config()))
         ports = [free_port() for _ in _PORTS]
         try:
-            with running(_command(weed, folder, config, ports, volumes), ready=lambda: _answers(ports[0])):
+            command = _command(weed, folder, config, ports, volumes)
+            with running(command, ready=lambda: _answers(ports[0]), folder=folder):
                 yield Endpoint(f"http://127.0.0.1:{ports[0]}", ACCESS_KEY, SECRET_KEY)
         finally:
             for port in ports:  # sockets with a fixed place, which a killed server leaves
