@@ -21,6 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
 
 help:
+	@echo "make setup   what the others need, in .venv"
 	@echo "make demo    train, kill the run in the middle of a save, resume, compare with an uninterrupted run"
 	@echo "make test    all tests (ARGS='-k name' narrows them)"
 	@echo "make lint    ruff, ruff format, mypy --strict, import-linter"

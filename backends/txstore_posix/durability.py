@@ -22,7 +22,7 @@ from txstore.checksum import BLOCK_BYTES
 from txstore.errors import AlreadyExistsError, CapabilityError, ConfigError, TransientError, TxStoreError
 from txstore.store import Source
 from txstore_posix.dead_ends import refuse_dead_end
-from txstore_posix.errors import UNSUPPORTED, errno_name, translate_publish, translate_write, unknown
+from txstore_posix.errors import UNSUPPORTED, errno_name, translate_mkdir, translate_publish, translate_write, unknown
 from txstore_posix.syscalls import Syscalls
 
 _log = logging.getLogger(__name__)
@@ -290,6 +290,7 @@ def open_directory(calls: Syscalls, path: str, root: str, key: str) -> tuple[int
 
     Raises:
         ConfigError: A dangling symbolic link is in the way, such as one to a disk that is not mounted.
+        TxStoreError: A directory could not be made; names it.
         OSError: Any other answer of the kernel.
     """
     made: list[str] = []
@@ -298,11 +299,11 @@ def open_directory(calls: Syscalls, path: str, root: str, key: str) -> tuple[int
             return calls.open_directory(path), made
         except FileNotFoundError:
             refuse_dead_end(path, root, key)
-            made += _make_directories(calls, path)
+            made += _make_directories(calls, path, key)
     raise FileNotFoundError(errno.ENOENT, "the directory vanishes", path)
 
 
-def _make_directories(calls: Syscalls, path: str) -> list[str]:
+def _make_directories(calls: Syscalls, path: str, key: str) -> list[str]:
     missing = [path]
     while not os.path.lexists(parent := os.path.dirname(missing[-1])):
         missing.append(parent)
@@ -310,9 +311,15 @@ def _make_directories(calls: Syscalls, path: str) -> list[str]:
     # One pass down, which ends where it meets a dangling link or a pruned directory; the caller looks again.
     with suppress(FileNotFoundError):
         for directory in reversed(missing):
-            with suppress(FileExistsError):
+            try:
                 calls.mkdir(directory)
                 made.append(directory)
+            except FileExistsError:
+                pass
+            except (FileNotFoundError, NotADirectoryError):
+                raise
+            except OSError as error:
+                raise translate_mkdir(error, key, directory) from error
     return made
 
 

@@ -108,10 +108,19 @@ def translate(error: OSError, key: str, doing: str, root: str = "") -> TxStoreEr
 def translate_write(error: OSError, key: str, doing: str, root: str = "") -> TxStoreError:
     """As `translate`, for the preparation of a write: there is no object that could be missing."""
     if error.errno == errno.ENOENT:
-        return TransientError(_message(error, doing, root), key=key, next_step="a directory vanished while it was used")
+        next_step = "a directory vanished while it was used, or this file system makes none there"
+        return TransientError(_message(error, doing, root), key=key, next_step=next_step)
     if error.errno in {errno.ENOTDIR, errno.EISDIR}:
         return ConfigError(_message(error, doing, root), key=key, next_step="a part of the key is already an object")
     return translate(error, key, doing, root)
+
+
+def translate_mkdir(error: OSError, key: str, directory: str) -> TxStoreError:
+    """As `translate_write`, for a directory that could not be made: it is not there, and the one above it says why."""
+    found = translate_write(error, key, f"creation of the directory {directory}")
+    if isinstance(found, AccessDeniedError) and error.errno != errno.EROFS:
+        found.next_step = f"check owner and mode of {os.path.dirname(directory)}"
+    return found
 
 
 def translate_publish(error: OSError, key: str, doing: str, root: str = "") -> TxStoreError:

@@ -45,6 +45,18 @@ def test_the_migration_does_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
     assert not compat.judge(*sides, saved, today).allowed
 
 
+def test_the_migration_of_a_config_alone_does_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrations, "_registered", {})
+    (shown,) = [one for one in EXAMPLES if "dropout" in one]
+    exec(shown, {})
+    keys = {"model.a": compat.TensorFact("int8", ())}
+    sides = [Description(fingerprints={"model_config": name}) for name in ("old", "new")]
+    assert compat.judge(*sides, keys, keys, migrations=["dropout-0.3"]).allowed
+    assert not compat.judge(*sides, keys, keys).allowed
+    more = {**keys, "model.b": compat.TensorFact("int8", ())}
+    assert not compat.judge(*sides, keys, more, migrations=["dropout-0.3"]).allowed
+
+
 def test_the_matrix_is_one() -> None:
     text, _ = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
     assert [entry.status for entry in compat.parse_matrix(text).entries] == ["verified", "blocked_until_drill_passes"]

@@ -388,7 +388,8 @@ def test_every_difference_is_listed_never_only_the_first() -> None:
     message = str(caught.value)
     assert message.startswith("602 differences")
     assert all(message.count(f"{kind} {name}: ") == 1 for name in saved for kind in ("dtype", "shape"))
-    assert message.count("migration") == 1
+    assert message.count("a migration") == 1
+    assert "resume(ResumeOptions(accept={...}))" in message
     assert "for these 601, next: a migration" in message
 
 

@@ -126,15 +126,20 @@ out = {
     "list all": name_of(lambda: list(store.list(""))),
     "readable": store.read("commits/a.0.json").decode(),
     "keys": [info.key for info in store.list("commits/")],
+    "root below": name_of(lambda: open_store(top + "/place/commits/run-1/sub").create("a", b"1")),
+    "folder below": name_of(lambda: store.create("commits/below/a", b"1")),
 }
 os.chmod(top + "/place/commits", 0o755); os.chmod(top + "/place/locked", 0o755)
 print(json.dumps(out))
 """,
         tmp_path,
     )
-    for name in ("create", "put", "delete", "read", "head", "list", "list all"):
+    for name in ("create", "put", "delete", "read", "head", "list", "list all", "root below", "folder below"):
         assert found[name][0] == "AccessDeniedError", (name, found)
         assert "EACCES" in found[name][1]
+    for name, made in (("root below", "run-1"), ("folder below", "below")):
+        assert f"creation of the directory {tmp_path}/place/commits/{made} failed" in found[name][1]
+        assert f"(check owner and mode of {tmp_path}/place/commits)" in found[name][1]
     assert found["readable"] == "1"
     assert found["keys"] == ["commits/a.0.json"]
 

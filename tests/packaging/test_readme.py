@@ -47,6 +47,23 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_example_beside_training_runs(tmp_path: Path) -> None:
+    """Its copy is what was there at the call, and the future has the commit."""
+    first, beside = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:2]
+    assert "dcp.async_save" in beside
+    imports = "".join(line + "\n" for line in first.splitlines() if "import" in line or line.startswith("state ="))
+    example = beside.replace("file:///checkpoints/run-1", (tmp_path / "store").as_uri())
+    assert example != beside
+    check = (
+        f"assert state['weight'].tolist() == [1, 2, 3, 4, 5, 6], state\n"
+        f"dcp.load(state, storage_reader=StorageReader({(tmp_path / 'store').as_uri()!r}), checkpoint_id='step-101')\n"
+        f"assert state['weight'].tolist() == [0, 1, 2, 3, 4, 5], state\n"
+    )
+    program = "import warnings; warnings.simplefilter('ignore')\n" + imports + example + check
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 REFUSED = """
 import warnings
 import torch
@@ -55,7 +72,7 @@ from txstore.dcp import StorageWriter
 
 warnings.simplefilter("ignore")
 state = {"w": torch.ones(2)}
-dcp.save(state, storage_writer=StorageWriter(URL), checkpoint_id="step-101")
+dcp.save(state, storage_writer=StorageWriter(URL), checkpoint_id="step-102")
 try:
     try:
         exec(SNIPPET)

@@ -123,7 +123,8 @@ class Judgement:
         error = Incompatible(
             "\n  ".join([f"{head}:", *self.lines()]) + "\n",
             key=self.blocking[0].name,
-            next_step="nothing was loaded; undo the change, or do what is said beside it",
+            next_step="nothing was loaded; undo the change, or do what is said beside it: accept=, fresh=, migrations= "
+            "are arguments of ResumeOptions, as in resume(ResumeOptions(accept={...}))",
         )
         error.judgement = self.to_dict()
         raise error
