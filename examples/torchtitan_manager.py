@@ -5,7 +5,8 @@
 
 `checkpoint.folder` may be a URL, such as ``s3://bucket/run-7``; a plain folder lies below the dump folder, as before.
 "Latest" is the newest *committed* step, and not the folder with the largest number. Written against torchtitan 0.2.2;
-docs/guides/torchtitan.md says what differs from its own manager.
+docs/guides/torchtitan.md says what differs from its own manager. It needs torchtitan, which needs triton, and run by
+itself it does nothing.
 """
 
 from __future__ import annotations

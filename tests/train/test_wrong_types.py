@@ -94,7 +94,7 @@ def test_calls_on_a_checkpointer() -> None:
     for options in ({"checkpoint": "step-1"}, "step-1"):
         with pytest.raises(ConfigError, match=r"options is a (dict|str), not ResumeOptions or None"):
             saves.resume(options)
-    with pytest.raises(ConfigError, match="batch_id is a int, not str or None"):
+    with pytest.raises(ConfigError, match="step 0: batch_id is a int, not str or None"):
         saves.record(loss=1.0, batch_id=3)
     saves.close()
     with pytest.raises(TransactionStateError, match="closed"):

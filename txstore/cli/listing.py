@@ -87,7 +87,8 @@ def _problem(found: list[Entry], damaged: Damaged, name: SlotName) -> dict[str, 
         next_step = (
             f"a later slot of {name.checkpoint} stands, and readers take that one; what this record named is kept"
             if stands
-            else f"{restore}, or save {name.checkpoint} again with overwrite=True"
+            else f"{restore}, or save {name.checkpoint} again with overwrite=True; "
+            'Checkpointer goes on before it with resume(ResumeOptions(fallback="previous"))'
         )
     elif _above(found, name):  # the slot walk stops there: to pass a free slot could hide a commit
         next_step = f"{restore}: until then {name.checkpoint} is loaded neither by name nor saved again"

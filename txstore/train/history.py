@@ -57,7 +57,8 @@ def record_of(
             consumed_samples=progress.consumed_samples,
         )
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"not a record of step {progress.global_step}: {describe(error)}") from error
+        what = error.message if isinstance(error, ConfigError) else describe(error)
+        raise ConfigError(f"not a record of step {progress.global_step}: {what}") from error
 
 
 def refuse_unequal_records(histories: Sequence[Sequence[StepRecord]]) -> None:
