@@ -114,3 +114,27 @@ def test_containers_are_as_deepcopy_makes_them(state: dict[str, Any]) -> None:
         with buffers.stage(state) as taken:
             assert_alike(dict(taken.state_dict), expected, {}, _objects(state, {}))
             taken.state_dict.items()
+
+
+class Replacing:
+    """Replaces entries of the dict that holds it when it is copied, as a cache does that reads itself anew."""
+
+    def __init__(self, holder: dict[str, Any]) -> None:
+        self.holder = holder
+
+    def __deepcopy__(self, memo: object) -> str:
+        self.holder["before"] = {"value": 3}
+        self.holder["after"] = {"value": 4}
+        return "copied"
+
+
+def _replaced() -> dict[str, Any]:
+    holder: dict[str, Any] = {"before": {"value": 1}, "replacing": None, "after": {"value": 2}}
+    holder["replacing"] = Replacing(holder)
+    return {"holder": holder}
+
+
+def test_a_dict_that_goes_while_the_state_is_copied_is_taken_for_no_other() -> None:
+    for _ in range(3):
+        with SnapshotBuffers().stage(_replaced()) as taken:
+            assert dict(taken.state_dict) == copy.deepcopy(_replaced())

@@ -249,6 +249,8 @@ def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
     made = memo.get(id(value))
     if made is None:
         made = memo[id(value)] = {}
+        # As deepcopy does: a dict that goes while the rest is copied leaves its id to the next one.
+        memo.setdefault(id(memo), []).append(value)
         for key, entry in value.items():
             copied = memo.get(id(entry))
             made[key if type(key) is str else copy.deepcopy(key, memo)] = (
