@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 from collections.abc import Iterator
@@ -223,12 +224,92 @@ def test_a_generator_that_is_saved_is_not_told(own: Any, caplog: pytest.LogCaptu
     TrainState(nn.Linear(1, 1), data=loader, generators={"own": own})
     assert caplog.messages == []
     TrainState(nn.Linear(1, 1), data=loader, generators={"other": random.Random(2)})
-    assert [("its dataset's own generators (own)" in text and "generators=" in text) for text in caplog.messages] == [
-        True
-    ]
+    assert [
+        ("generators of its dataset or collate_fn (dataset.own)" in text and "generators=" in text)
+        for text in caplog.messages
+    ] == [True]
     caplog.clear()
     TrainState(nn.Linear(1, 1), data=loader, rng=False)
     assert len(caplog.messages) == 1
+
+
+AT_THE_TOP = np.random.default_rng(4)
+
+
+class Mixing:
+    """A ``collate_fn`` with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.numbers: Any = np.random.default_rng(5)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return torch.as_tensor(np.array(samples)) * self.numbers.random()
+
+    def method(self, samples: list[Any]) -> Any:
+        return self(samples)
+
+
+class Transformed(Plain):
+    """Draws in a transform that it holds."""
+
+    def __init__(self) -> None:
+        self.transforms = [Mixing()]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transforms[0]([float(index)])
+
+
+class OfTheModule(Plain):
+    """Draws from a generator that its module has."""
+
+    def __getitem__(self, index: int) -> Any:
+        return [self.drawn() for _ in range(2)]
+
+    def drawn(self) -> float:
+        return AT_THE_TOP.random()
+
+
+def _closure(numbers: Any) -> Any:
+    def inner(samples: list[Any]) -> Any:
+        return torch.as_tensor(np.array(samples)) * numbers.random()
+
+    return inner
+
+
+def _global(samples: list[Any]) -> Any:
+    return torch.as_tensor(np.array(samples)) * AT_THE_TOP.random()
+
+
+REACHED = [
+    (Plain(), Mixing(), "collate_fn.numbers"),
+    (Plain(), Mixing().method, "collate_fn.numbers"),
+    (Plain(), _closure(np.random.default_rng(1)), "collate_fn.numbers"),
+    (Plain(), functools.partial(_closure(None), numbers=random.Random(1)), "collate_fn.numbers"),
+    (Plain(), _global, "collate_fn.AT_THE_TOP"),
+    (Transformed(), None, "dataset.transforms.0.numbers"),
+    (OfTheModule(), None, "AT_THE_TOP"),
+]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("dataset", "collate_fn", "place"), REACHED)
+def test_a_generator_that_neither_the_state_nor_the_workers_keep_is_told(
+    dataset: Any, collate_fn: Any, place: str, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = WorkerStreams(dataset) if workers else dataset
+    TrainState(nn.Linear(1, 1), data=StatefulDataLoader(read, num_workers=workers, collate_fn=collate_fn))
+    (told,) = caplog.messages
+    assert f"{place})" in told
+    assert ("generators=" in told) == (workers == 0)
+
+
+def test_generators_that_are_saved_or_of_the_process_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    mixing, noisy = Mixing(), Noisy()
+    TrainState(nn.Linear(1, 1), data=StatefulDataLoader(Plain(), collate_fn=mixing), generators={"mix": mixing.numbers})
+    noisy.own = mixing.numbers  # both draw from the copy that the worker's state holds
+    TrainState(nn.Linear(1, 1), data=StatefulDataLoader(WorkerStreams(noisy), num_workers=2, collate_fn=mixing))
+    TrainState(nn.Linear(1, 1), data=StatefulDataLoader(Counting(), collate_fn=_closure(random.randrange)))
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, default_convert, get_worker_info
 
 from txstore.errors import ConfigError, StateMismatch
+from txstore.train.generators import generators_in
 from txstore.train.python_state import flatten, unflatten
 from txstore.train.rng import Generator, Stream, own_streams, process_streams
 
@@ -93,42 +94,61 @@ class WorkerStreams(Dataset[Any]):
 
 
 def tell_of_draws(name: str, loader: Any, saved: Collection[Generator]) -> None:
-    """Warn of a loader whose dataset, or ``collate_fn`` in a worker, may draw random numbers that no state holds.
+    """Warn of a loader whose dataset or ``collate_fn`` may draw random numbers that no state holds.
 
     Args:
         name: Of the data, for the message.
         loader: A `StatefulDataLoader`.
         saved: Generators that `TrainState` saves.
     """
+    if not loader.num_workers:
+        _tell_of_generators(name, loader, saved)
+    elif isinstance(loader.dataset, WorkerStreams):
+        _tell_of_generators(name, loader, ())  # a worker draws from copies, wherever they are named
+    else:
+        _tell_of_workers(name, loader)
+
+
+def _tell_of_workers(name: str, loader: Any) -> None:
     dataset = loader.dataset
-    if isinstance(dataset, WorkerStreams):
-        return
-    if isinstance(dataset, IterableDataset | TensorDataset | list | tuple | range) or _has_state(dataset):
-        if loader.num_workers and loader.collate_fn not in (default_collate, default_convert):
-            log.warning(
-                "data %r: what its collate_fn draws at random in %d workers, as mixup and masking do, is not saved and "
-                "would differ after a resume in the middle of an epoch: %s",
-                name,
-                loader.num_workers,
-                "draw from a generator in the state of the dataset's iterator"
-                if isinstance(dataset, IterableDataset)
-                else "give the loader WorkerStreams(dataset)",
-            )
-        return
-    own = [place for place, one in _generators(dataset) if all(one is not known for known in saved)]
-    if loader.num_workers:
+    if not isinstance(dataset, IterableDataset | TensorDataset | list | tuple | range) and not _has_state(dataset):
         log.warning(
             "data %r: what its %d workers draw at random, as augmentations do, is not saved, and would differ after a "
             "resume in the middle of an epoch: give the loader WorkerStreams(dataset)",
             name,
             loader.num_workers,
         )
-    elif own:
+    elif loader.collate_fn not in (default_collate, default_convert):
         log.warning(
-            "data %r: what is drawn from its dataset's own generators (%s) is not saved, and would differ after a "
-            "resume: give the loader WorkerStreams(dataset), or name them in generators=",
+            "data %r: what its collate_fn draws at random in %d workers, as mixup and masking do, is not saved and "
+            "would differ after a resume in the middle of an epoch: %s",
+            name,
+            loader.num_workers,
+            "draw from a generator in the state of the dataset's iterator"
+            if isinstance(dataset, IterableDataset)
+            else "give the loader WorkerStreams(dataset)",
+        )
+
+
+def _tell_of_generators(name: str, loader: Any, saved: Collection[Generator]) -> None:
+    dataset, kept = loader.dataset, [*saved]
+    if isinstance(dataset, WorkerStreams):
+        kept += [one for _, one in _generators(dataset)]
+        dataset = dataset.dataset
+    if isinstance(dataset, IterableDataset) or _has_state(dataset):
+        kept += generators_in(dataset=dataset).values()  # what it draws from is for its own state, or was asked for
+    reached = generators_in(dataset=dataset, collate_fn=loader.collate_fn)
+    own = [place for place, one in reached.items() if all(one is not known for known in kept)]
+    if own:
+        log.warning(
+            "data %r: what is drawn from generators of its dataset or collate_fn (%s) is not saved, and would differ "
+            "after a resume: %s",
             name,
             ", ".join(own),
+            "make them attributes of the dataset, whose generators WorkerStreams keeps, or draw from the global ones "
+            "of Python, NumPy or torch"
+            if loader.num_workers
+            else "name them in generators=; attributes of the dataset WorkerStreams(dataset) keeps as well",
         )
 
 
