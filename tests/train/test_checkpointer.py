@@ -524,6 +524,58 @@ def test_a_forked_process_does_not_wait_for_the_saves_of_its_parent(store_url, g
     assert code == 0
 
 
+def in_a_fork(work):
+    """What `work` gives in a forked process, as text; "hangs" if it does not end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a later Python warns of threads
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=lambda: theirs.send(work()))
+        process.start()
+    told = ours.recv() if ours.poll(10) else "hangs"
+    process.kill()
+    process.join()
+    return told
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "resume"])
+def test_a_fork_saves_nothing_with_the_checkpointer_of_its_parent(store_url, gate, call):
+    """It has no thread that saves: it waited for its deadline, and then gave up the save of the process that trains."""
+    run = Run()
+
+    def work():
+        with pytest.raises(TransactionStateError) as caught:
+            getattr(saves, call)()
+        return str(caught.value)
+
+    with Checkpointer(gated(store_url, gate), run.state) as saves:
+        saves.save()
+        assert gate.reached.wait(10)
+        told = in_a_fork(work)
+        gate.open.set()
+    assert "this is a fork of it" in told
+    assert "its own Checkpointer" in told
+    assert committed(store_url) == ["step-0"]
+
+
+@pytest.mark.parametrize("error", [None, KeyError("of the fork")])
+def test_a_fork_leaves_the_block_of_its_parent_at_once(store_url, gate, error):
+    run = Run()
+
+    def work():
+        saves.__exit__(type(error) if error else None, error, None)
+        saves.close()
+        return "left"
+
+    with Checkpointer(gated(store_url, gate), run.state) as saves:
+        saves.save()
+        assert gate.reached.wait(10)
+        told = in_a_fork(work)
+        gate.open.set()
+    assert told == "left"
+    assert committed(store_url) == ["step-0"]
+
+
 def test_a_handle_says_what_became_of_it(store_url):
     run = Run()
     saves = Checkpointer(failing(store_url), run.state, retry=ONCE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -138,6 +139,7 @@ class Checkpointer:
         self._proof_policy = proof or ProofPolicy()
         self._size_is_known = False
         self._closed = False
+        self._process = os.getpid()
         self.inside: set[int] = set()
         exit_guard.guard(self)
 
@@ -336,7 +338,7 @@ class Checkpointer:
 
         `max_failed_in_a_row` tolerates nothing here: if the newest save has failed, no later one will make it good.
         """
-        if self._closed:
+        if self._closed or self._is_forked:
             return
         try:
             self._check_open()
@@ -370,6 +372,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._is_forked:
+            return
         if error is None:
             self.close()
             return
@@ -379,8 +383,18 @@ class Checkpointer:
             exit_guard.remember(told, self.store.url, self._ledger.asked_step)
         self._release()
 
+    @property
+    def _is_forked(self) -> bool:
+        # Saves on their way end in the process that began them: a fork would wait for ever, and then abort them.
+        return os.getpid() != self._process
+
     def _check_open(self) -> None:
         if self._closed:
             raise TransactionStateError("this checkpointer is closed")
+        if self._is_forked:
+            raise TransactionStateError(
+                f"this checkpointer belongs to process {self._process}, and this is a fork of it",
+                next_step="save in the process that trains; one that is to train itself makes its own Checkpointer",
+            )
         if self._ledger.stuck is not None:
             raise self._ledger.stuck
