@@ -226,6 +226,36 @@ def test_a_lazy_module_that_the_first_step_shapes_is_no_other_one(store_url: str
         saves.save()
 
 
+def test_a_lazy_module_without_shapes_is_told_at_once_and_named_at_the_resume(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its first start trains and saves; only the second one would meet that nothing can be loaded."""
+
+    def start() -> tuple[nn.Module, TrainState]:
+        module = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+        return module, TrainState(module)
+
+    module, state = start()
+    assert ["'0.weight' has no shape yet" in text and "one forward pass" in text for text in caplog.messages] == [True]
+    with Checkpointer(store_url, state) as saves:
+        saves.resume()
+        with pytest.raises(UnsupportedValue, match=r"'0\.weight' has no shape yet.*one forward pass"):
+            saves.save()
+        module(torch.randn(3, 4))
+        saves.save()
+    with (
+        Checkpointer(store_url, start()[1]) as saves,
+        pytest.raises(UnsupportedValue, match=r"'0\.weight' has no shape yet.*one forward pass"),
+    ):
+        saves.resume()
+    module = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    module(torch.randn(3, 4))
+    caplog.clear()
+    with Checkpointer(store_url, TrainState(module)) as saves:
+        assert not saves.resume().fresh
+    assert "has no shape yet" not in caplog.text
+
+
 def frozen_by_its_code() -> nn.Module:
     module: Any = one()
     module.linear.bias.requires_grad_(False)

@@ -11,6 +11,7 @@ code makes in another way are refused.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -28,6 +29,8 @@ from txstore.train.piece import TRAINED, Loaded, PieceState, Place, SavedKeys, T
 from txstore.train.shared_memory import SharedMemory
 from txstore.train.temporary import LATE, PREFIX, SavedBuffers, TemporaryBuffers, others
 
+log = logging.getLogger(__name__)
+
 _OF_A_RANK = re.compile(r"buffers\.rank-([0-9]+)\.")
 _EXTRA = "_extra_state"
 
@@ -35,6 +38,9 @@ PARAMETERS = "names of parameters"
 """Under which it is told that the ranks hold different parts of a model, as pipeline stages do."""
 
 _SHOWN = 5
+
+_LAZY = "has no shape yet, and no resume can load into it"
+_LAZY_STEP = "give lazy modules their shapes by one forward pass before the TrainState is made"
 
 
 class ModelPiece:
@@ -47,6 +53,9 @@ class ModelPiece:
     def __init__(self, models: Models) -> None:
         self._models = models
         self.temporary = TemporaryBuffers(models)
+        lazy = [fqn for fqn, value in models.state_dict().items() if _has_no_shape(value)]
+        if lazy:
+            log.warning("%r %s: %s", lazy[0], _LAZY, _LAZY_STEP)
         self._made = {fqn: _kind(value) for fqn, value in models.state_dict().items()}  # shards are in their places now
         self._trained_as_made = self._trained()
         self._memory = SharedMemory(models)
@@ -99,6 +108,8 @@ class ModelPiece:
         tensors, extra = {}, {}
         buffers = self._models.buffer_names()
         for fqn, value in self._models.state_dict().items():
+            if _has_no_shape(value):
+                raise UnsupportedValue(f"{fqn!r} {_LAZY}", key=fqn, next_step=_LAZY_STEP)
             if not isinstance(value, torch.Tensor) or fqn.rpartition(".")[2] == _EXTRA:
                 extra[fqn] = value
             else:
@@ -225,9 +236,13 @@ def _mode(evaluated: Collection[str] | None) -> str:
     return f"training, but evaluation for {frozen}" if frozen else "training"
 
 
+def _has_no_shape(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and is_lazy(value)
+
+
 def _kind(value: object) -> str:
     """Dtype and shape of a tensor; "" for what is none, or has no shape yet."""
-    if not isinstance(value, torch.Tensor) or is_lazy(value):
+    if not isinstance(value, torch.Tensor) or _has_no_shape(value):
         return ""
     return f"{dtype_name(value.dtype)} {list(value.shape)}"
 
