@@ -13,8 +13,10 @@ from torch import nn
 from workers import Pool, Rank
 
 from tests.train.trainings import raw, resume, save
-from txstore.errors import UnsupportedValue
+from txstore.errors import Incompatible, UnsupportedValue
+from txstore.train.checkpointer import Checkpointer
 from txstore.train.names import Models
+from txstore.train.resume import ResumeOptions
 from txstore.train.shared_memory import SharedMemory
 from txstore.train.state import TrainState
 
@@ -245,3 +247,40 @@ def test_a_copy_of_a_model_that_shares_is_no_other_one() -> None:
     state = TrainState({"one": net, "two": net.a})
     steps(net, 2)
     state.capture()
+
+
+class Pair(nn.Module):
+    """Two frozen layers and two buffers, each pair one tensor or two."""
+
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+        self.a.requires_grad_(False)
+        self.b.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("count", torch.ones(2))
+        self.register_buffer("table", torch.ones(2), persistent=False)
+        self.register_buffer("other_table", torch.ones(2), persistent=False)
+        if shared:
+            self.b.weight, self.seen, self.other_table = self.a.weight, self.count, self.table
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_the_code_now_shares_or_no_longer_shares_blocks_a_resume(shared: bool, store_url: str) -> None:
+    """One of two saved values would be left, and nothing that is counted or sampled need show it."""
+    with Checkpointer(store_url, TrainState(Pair(shared=shared))) as saves:
+        saves.save()
+    other = Pair(shared=not shared)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with Checkpointer(store_url, TrainState(other)) as saves:
+        with pytest.raises(Incompatible) as caught:
+            saves.resume()
+        assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
+        told = str(caught.value)
+        assert "2 differences" in told
+        assert "b.weight: saved" in told
+        assert "seen: saved" in told
+        assert "accept={'tied'}" in told
+        saves.resume(ResumeOptions(accept={"tied"}))
+    with Checkpointer(store_url, TrainState(Pair(shared=shared))) as saves:
+        assert saves.resume().proved

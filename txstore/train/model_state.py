@@ -25,8 +25,8 @@ from txstore.compat.differences import Difference, accept_step
 from txstore.dcp.tensors import dtype_name
 from txstore.errors import UnsupportedValue
 from txstore.train.names import Models
-from txstore.train.piece import TRAINED, Loaded, PieceState, Place, SavedKeys, Targets
-from txstore.train.shared_memory import SharedMemory
+from txstore.train.piece import TIED, TRAINED, Loaded, PieceState, Place, SavedKeys, Targets
+from txstore.train.shared_memory import SharedMemory, tied
 from txstore.train.temporary import LATE, PREFIX, SavedBuffers, TemporaryBuffers, others
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class ModelPiece:
         self._made = {fqn: _kind(value) for fqn, value in models.state_dict().items()}  # shards are in their places now
         self._trained_as_made = self._trained()
         self._memory = SharedMemory(models)
+        self._tied_as_made = tied(models)  # or a save is refused
 
     def capture(self, place: Place) -> PieceState:
         """References to all tensors; extra state of modules by value; which parameters are trained, and how.
@@ -73,7 +74,12 @@ class ModelPiece:
         self._refuse_other_kinds(named)
         self._memory.refuse_other(self.temporary.as_made)
         return PieceState(
-            shared={"extra": extra, "trained": self._trained(), "moved": self._moved()},
+            shared={
+                "extra": extra,
+                "trained": self._trained(),
+                "moved": self._moved(),
+                TIED: self._tied_as_made,
+            },
             replicated={PARAMETERS: list(self._models.parameters())},
             own={**self.temporary.told(), "modes": self._models.modes()},
             tensors={**tensors, **self.temporary.keyed(place)},
@@ -169,7 +175,7 @@ class ModelPiece:
 
     def differences(self, loaded: Loaded) -> list[Difference]:
         """Parameters that are trained on one side only; buffers made otherwise, or left behind; other modes."""
-        found = [*self._frozen(loaded), *self.temporary.differences(self._buffers(loaded))]
+        found = [*self._frozen(loaded), *self._tied(loaded), *self.temporary.differences(self._buffers(loaded))]
         now = self._models.modes()
         for model in sorted(now.keys() | loaded.own["modes"].keys()):
             was, value = (_mode(modes.get(model)) for modes in (loaded.own["modes"], now))
@@ -195,6 +201,21 @@ class ModelPiece:
                 step = f"call requires_grad_({was}) on them before resume(); {accept_step(TRAINED)}, at every start"
                 what = f"parameters {shown}"
                 found.append(Difference("state", what, *sides, change_class=3, accept_as=TRAINED, next_step=step))
+        return found
+
+    def _tied(self, loaded: Loaded) -> list[Difference]:
+        """Two names of one tensor that were two tensors, of which a load would leave one; or the other way round."""
+        now, plan = self._tied_as_made, loaded.plan
+        saved, here = loaded.shared.get(TIED, now), self._models.tensors()  # earlier checkpoints do not tell
+        found = []
+        for name in sorted(saved.keys() | now.keys()):
+            one, other = saved.get(name), now.get(name)
+            names = {name} | {one, other} - {None}
+            covered = any(plan.covers(f"model.{each}") or each in plan.parameters for each in names)
+            if one != other and names <= here.keys() and not covered:
+                was, value = (f"the tensor of {first}" if first else "a tensor of its own" for first in (one, other))
+                step = f"share it in __init__, or not, as when it was saved; {accept_step(TIED)}"
+                found.append(Difference("parameter", name, was, value, change_class=3, accept_as=TIED, next_step=step))
         return found
 
     def _buffers(self, loaded: Loaded) -> SavedBuffers:

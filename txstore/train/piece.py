@@ -39,6 +39,9 @@ An optimizer is called by its place among ``optimizers=``, as in ``optimizer:1``
 TRAINED = "trained"
 """What ``accept=`` calls parameters that are frozen where they were trained, or the other way round."""
 
+TIED = "tied"
+"""What ``accept=`` calls two names of one tensor where there were two tensors, or the other way round."""
+
 
 def is_freshable(name: str) -> bool:
     """Whether a resume may leave this as it is: a piece, or one object of a piece, such as ``extra:ema``."""

@@ -54,6 +54,16 @@ def _bytes_in(memory: torch.Tensor, extent: _Extent, begin: int) -> torch.Tensor
     return memory.as_strided((*tensor.shape, size), strides, extent.start - begin)
 
 
+def tied(models: Models) -> dict[str, str]:
+    """Names in state dicts whose tensor has an earlier name as well, with that name."""
+    saved = models.state_dict().keys()
+    named = [
+        (name, tensor) for name, tensor in sorted(models.tensors().items(), key=lambda item: item[0]) if name in saved
+    ]
+    first: dict[int, str] = {}
+    return {name: first[id(one)] for name, one in named if first.setdefault(id(one), name) != name}
+
+
 class SharedMemory:
     """Which tensors of the models shared memory when this was made.
 
