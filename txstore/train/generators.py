@@ -71,10 +71,9 @@ def _parts(value: Any) -> Iterator[tuple[str, object]]:
     else:
         yield from itertools.islice(getattr(value, "__dict__", {}).items(), _MOST_IN_ONE)
         for kind in type(value).__mro__:
-            held = [
-                (name, one) for name, one in vars(kind).items() if name != "__init__"
-            ]  # draws before the state is made
-            yield from ((name, one) for name, one in held if isinstance(one, FunctionType | Generator))
+            for name, one in vars(kind).items():
+                if name != "__init__" and isinstance(one, FunctionType | Generator):  # that draws before a save could
+                    yield name, one
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, object]]:
