@@ -16,9 +16,8 @@ import torch
 from msgspec import Struct
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from txstore.dcp.tensors import NUMBERS, check_storable
+from txstore.dcp.tensors import NUMBERS, check_storable, is_wrapper
 from txstore.errors import UnsupportedValue, describe
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
@@ -137,7 +136,7 @@ class Layout:
             if isinstance(tensor, AsyncCollectiveTensor):
                 # Until then its memory is whatever was there before.
                 return self.add(tensor.wait(), name)
-            if _is_wrapper(tensor):
+            if is_wrapper(tensor):
                 return self._wrapped(tensor, name)
         if tensor.is_quantized:
             return self._cloned(tensor, tensor.numel() * tensor.element_size())
@@ -237,11 +236,6 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without its class and its gradient."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - the only way to a subclass's plain memory
         return tensor.detach()
-
-
-def _is_wrapper(tensor: object) -> bool:
-    # Not at the place of use: torch's TypeGuard tells mypy that a Tensor can be no wrapper.
-    return is_traceable_wrapper_subclass(tensor)
 
 
 def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:

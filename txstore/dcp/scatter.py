@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from txstore.dcp.objects import gate
 from txstore.dcp.saved import Stored
+from txstore.dcp.shared_targets import SharedTargets, Target
 from txstore.dcp.tensors import as_bytes, dtype_of, is_plain
 from txstore.errors import FormatError, StateMismatch
 from txstore.index import ChunkRecord, SavedTensor
@@ -47,7 +48,8 @@ class Scatter:
         self._targets: list[tuple[ReadItem, torch.Tensor]] = []
         self._objects: list[tuple[ReadItem, bytearray]] = []
         self._serialised: list[tuple[ReadItem, torch.Tensor, bytearray]] = []
-        self._opened: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._opened: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        wanted: list[tuple[ReadItem, Stored, Target]] = []
         for item in items:
             at = stored.get(item.storage_index)
             if at is None:
@@ -56,7 +58,10 @@ class Scatter:
                 _refuse_tensor_target(planner, item)
                 self._objects.append((item, self._want_all(at)))
             else:
-                self._want_tensor(item, at)
+                wanted.append((item, at, Target(item.dest_index.fqn, planner.resolve_tensor(item).detach())))
+        self._shared = SharedTargets([target for _, _, target in wanted])
+        for item, at, target in wanted:
+            self._want_tensor(item, at, target)
 
     def _want_all(self, at: Stored) -> bytearray:
         payload = bytearray(at.where.length)
@@ -65,17 +70,17 @@ class Scatter:
             self.payloads.append(Wanted(at.where.file, at.where.start, stop, into=memoryview(payload)))
         return payload
 
-    def _want_tensor(self, item: ReadItem, at: Stored) -> None:
+    def _want_tensor(self, item: ReadItem, at: Stored, into: Target) -> None:
         if not isinstance(at.item, SavedTensor) or not isinstance(at.where, ChunkRecord):
             raise StateMismatch(
                 f"{item.storage_index.fqn!r} was saved as an object, the target is a tensor", key=item.storage_index.fqn
             )
-        target = self._planner.resolve_tensor(item).detach()
-        _check_target(item, at.item, target)
-        self._targets.append((item, target))
+        _check_target(item, at.item, into.tensor)
+        self._targets.append((item, into.tensor))
         if at.where.encoding == 1:
-            self._serialised.append((item, target, self._want_all(at)))
+            self._serialised.append((item, into.tensor, self._want_all(at)))
             return
+        target = self._shared.destination(into)
         chunk = at.where
         run = _one_run(item, at.item, chunk)
         if run is not None and _is_memory(target):
@@ -103,7 +108,7 @@ class Scatter:
             if not self._trust_objects:
                 gate(item.storage_index.fqn, bytes(payload))
         for item, target, payload in self._serialised:
-            self._opened.append((target, self._open_tensor(item, target, payload)))
+            self._opened.append((item.dest_index.fqn, target, self._open_tensor(item, target, payload)))
 
     def _open_tensor(self, item: ReadItem, target: torch.Tensor, payload: bytearray) -> torch.Tensor:
         name = item.dest_index.fqn
@@ -124,9 +129,17 @@ class Scatter:
         return tensor
 
     def finish(self) -> None:
-        """Hand tensors and objects to the planner, in plan order, once all bytes have arrived."""
-        for target, tensor in self._opened:
+        """Hand tensors and objects to the planner, in plan order, once all bytes have arrived.
+
+        Raises:
+            StateMismatch: Targets share memory, and what was saved for them differs.
+        """
+        for _, target, tensor in self._opened:
             target.copy_(tensor)
+        for name, target, tensor in self._opened:
+            if tensor.is_quantized and not torch.equal(target.dequantize(), tensor.dequantize()):
+                raise StateMismatch(f"{name!r} shares memory with another target, and has another value", key=name)
+        self._shared.settle()
         for item, target in self._targets:
             self._planner.commit_tensor(item, target)
         for item, payload in self._objects:

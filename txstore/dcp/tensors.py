@@ -67,7 +67,13 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is no more than its row-major memory: neither quantized nor a wrapper."""
-    return not (tensor.is_quantized or is_traceable_wrapper_subclass(tensor))
+    return not (tensor.is_quantized or is_wrapper(tensor))
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Whether a tensor's memory is that of others, which it wraps, such as a DTensor."""
+    # An object, for torch's TypeGuard tells mypy that a Tensor can be no wrapper.
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def check_storable(tensor: torch.Tensor, name: str) -> None:
