@@ -73,6 +73,7 @@ def test_fields_and_names_to_accept_are_those_of_the_code() -> None:
         "optimizer:layout",
         "buffers",
         "trained",
+        "tied",
         "scheduler:0:functions",
         "extra:ema:class",
     }
