@@ -54,8 +54,9 @@ def pointers(state: Any) -> list[int]:
     return [at for value in values for at in pointers(value)]
 
 
-def blocks(buffers: SnapshotBuffers) -> set[int]:
-    return {block.data_ptr() for block in buffers._memory.arrangement.blocks}
+def blocks(buffers: SnapshotBuffers) -> set[tuple[int, int]]:
+    """Addresses and sizes: malloc may give a larger block where a smaller one was."""
+    return {(block.data_ptr(), block.nbytes) for block in buffers._memory.arrangement.blocks}
 
 
 def fill(state: Any, value: int) -> None:
