@@ -90,3 +90,18 @@ def test_a_load_has_as_many_reads_in_flight_as_the_store_says():
     dcp.load(target, storage_reader=StorageReader(store), checkpoint_id="step-1")
     assert torch.equal(target["x"], value)
     assert max(lengths) <= 2 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("convert", ["to_sparse", "to_mkldnn"])
+def test_a_target_of_another_layout_is_refused_by_name(convert, store_url):
+    dcp.save(
+        {"a": torch.ones(2), "w": torch.ones(3, 3)}, storage_writer=StorageWriter(store_url), checkpoint_id="step-1"
+    )
+    before = torch.zeros(2)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"a": before, "w": getattr(torch.zeros(3, 3), convert)()}, storage_reader=StorageReader(store_url))
+    error, _ = caught.value.failures[0]
+    assert type(error) is StateMismatch
+    assert error.key == "w"
+    assert "layout" in str(error)
+    assert before.tolist() == [0, 0]

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from txstore.dcp.objects import gate
 from txstore.dcp.saved import Stored
 from txstore.dcp.shared_targets import SharedTargets, Target
-from txstore.dcp.tensors import as_bytes, dtype_of, is_plain
+from txstore.dcp.tensors import as_bytes, dtype_name_of_layout, dtype_of, is_plain
 from txstore.errors import FormatError, StateMismatch
-from txstore.index import ChunkRecord, SavedTensor
+from txstore.index import ChunkRecord, ObjectRecord, SavedTensor
 from txstore.shards.reading import WINDOW_BYTES, Wanted
 from txstore.shards.slabs import Slab, cut, is_contiguous, strides_of
 
@@ -49,45 +49,43 @@ class Scatter:
         self._objects: list[tuple[ReadItem, bytearray]] = []
         self._serialised: list[tuple[ReadItem, torch.Tensor, bytearray]] = []
         self._opened: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        wanted: list[tuple[ReadItem, Stored, Target]] = []
+        wanted: list[tuple[ReadItem, SavedTensor, ChunkRecord, Target]] = []
         for item in items:
             at = stored.get(item.storage_index)
             if at is None:
                 raise StateMismatch(f"the checkpoint has no {item.storage_index.fqn!r}", key=item.storage_index.fqn)
             if item.type == LoadItemType.BYTE_IO:
                 _refuse_tensor_target(planner, item)
-                self._objects.append((item, self._want_all(at)))
+                self._objects.append((item, self._want_all(at.where)))
+            elif isinstance(at.item, SavedTensor) and isinstance(at.where, ChunkRecord):
+                target = Target(item.dest_index.fqn, planner.resolve_tensor(item).detach())
+                _check_target(item, at.item, target.tensor)
+                wanted.append((item, at.item, at.where, target))
             else:
-                wanted.append((item, at, Target(item.dest_index.fqn, planner.resolve_tensor(item).detach())))
-        self._shared = SharedTargets([target for _, _, target in wanted])
-        for item, at, target in wanted:
-            self._want_tensor(item, at, target)
+                name = item.storage_index.fqn
+                raise StateMismatch(f"{name!r} was saved as an object, the target is a tensor", key=name)
+        self._shared = SharedTargets([target for *_, target in wanted])
+        for item, saved, chunk, target in wanted:
+            self._want_tensor(item, saved, chunk, target)
 
-    def _want_all(self, at: Stored) -> bytearray:
-        payload = bytearray(at.where.length)
+    def _want_all(self, where: ChunkRecord | ObjectRecord) -> bytearray:
+        payload = bytearray(where.length)
         if payload:
-            stop = at.where.start + at.where.length
-            self.payloads.append(Wanted(at.where.file, at.where.start, stop, into=memoryview(payload)))
+            self.payloads.append(Wanted(where.file, where.start, where.start + where.length, into=memoryview(payload)))
         return payload
 
-    def _want_tensor(self, item: ReadItem, at: Stored, into: Target) -> None:
-        if not isinstance(at.item, SavedTensor) or not isinstance(at.where, ChunkRecord):
-            raise StateMismatch(
-                f"{item.storage_index.fqn!r} was saved as an object, the target is a tensor", key=item.storage_index.fqn
-            )
-        _check_target(item, at.item, into.tensor)
+    def _want_tensor(self, item: ReadItem, saved: SavedTensor, chunk: ChunkRecord, into: Target) -> None:
         self._targets.append((item, into.tensor))
-        if at.where.encoding == 1:
-            self._serialised.append((item, into.tensor, self._want_all(at)))
+        if chunk.encoding == 1:
+            self._serialised.append((item, into.tensor, self._want_all(chunk)))
             return
         target = self._shared.destination(into)
-        chunk = at.where
-        run = _one_run(item, at.item, chunk)
+        run = _one_run(item, saved, chunk)
         if run is not None and _is_memory(target):
             if target.numel():
                 self.tensors.append(Wanted(chunk.file, *run, into=as_bytes(target)))
             return
-        for slab in _slabs(item, at.item, chunk):
+        for slab in _slabs(item, saved, chunk):
             self.tensors.append(
                 Wanted(
                     chunk.file,
@@ -218,6 +216,9 @@ def _is_memory(target: torch.Tensor) -> bool:
 
 def _check_target(item: ReadItem, saved: SavedTensor, target: torch.Tensor) -> None:
     name = item.dest_index.fqn
+    if target.layout != torch.strided:
+        layout = dtype_name_of_layout(target.layout)
+        raise StateMismatch(f"the target {name!r} is of layout {layout}, dense values were saved", key=name)
     dtype = dtype_of(saved.dtype, name)
     if target.dtype != dtype:
         raise StateMismatch(
