@@ -54,7 +54,7 @@ MAX_THREADS = 4
 def footprint(sizes: Iterable[int]) -> int:
     """Bytes of the blocks that regions of these sizes need."""
     large, small = 0, 0
-    for size in sizes:
+    for size in sizes:  # `_up` written out: a call for each tensor is part of the stall
         if size < SMALL_BYTES:
             small += size + -size % ALIGN_BYTES
         else:
