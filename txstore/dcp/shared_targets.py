@@ -1,6 +1,6 @@
 """Targets of a load that show the same memory, such as tied weights: in the end each must hold what was saved for it.
 
-Read into them as into any other, the value that comes last would stay, or a mixture of several that come at once.
+Read into them as into any other, the value that comes last would stay, and nobody would hear of the others (ADR 0017).
 """
 
 from __future__ import annotations
